@@ -25,7 +25,8 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that is dropped in training. Its masks depend on the mesh (`preflight.allow`)."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter: "all-linear" (all but the output head), the ends of their names
-    (`["q_proj", "v_proj"]`), or a regular expression for the whole name."""
+    (`["q_proj", "v_proj"]`), or a regular expression for the whole name. "experts" in a list: experts in one tensor,
+    which "all-linear" leaves out."""
     modules_to_save: list[str] = []
     """Modules of which a copy is trained whole and kept with the adapter: `["lm_head", "embed_tokens"]`."""
     rslora: bool = False

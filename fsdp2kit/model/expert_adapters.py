@@ -117,7 +117,7 @@ def _product(x: Tensor, wrapper: Any, visited: Tensor, ends: Tensor) -> Tensor:
         out = out + experts.get_parameter(f"{wrapper.parameter_name}_bias")[visited]
     a, b = _factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, experts.num_experts)
     missing = -a.shape[1] % _ALIGNED  # rows of zeros, which add nothing
-    a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b.transpose(1, 2), (0, 0, 0, missing))
+    a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b.transpose(1, 2), (0, 0, 0, missing)).contiguous()
     low = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
     return out + wrapper.scaling[ADAPTER] * F.grouped_mm(low, b, offs=ends)
 

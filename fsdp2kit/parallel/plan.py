@@ -274,9 +274,12 @@ def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Trait
     if adapter is not None and adapter.config.use_dora and config.compile.enabled:
         what = "true with DoRA: torch.compile cannot trace peft's layers for it, and would leave everything uncompiled"
         raise UserError("compile.enabled", what, "set it to false, or train without lora.dora")
-    if adapter is not None and adapter.experts and config.needs(config).engine is not None:
-        what = "names experts in one tensor, whose adapters are not sent to engines"
-        raise UserError("lora.target_modules", what, "leave the experts out")
+    if adapter is not None and adapter.experts:
+        what = "with adapters on experts in one tensor"
+        if config.compile.enabled:
+            raise UserError("compile.enabled", f"true {what}: torch.compile cannot trace these", "set it to false")
+        if config.needs(config).engine is not None:
+            raise UserError(f"recipe {config.recipe!r}", f"{what}, which no engine is sent", "leave the experts out")
     if adapter is not None and (idle := sorted(traits.uncalled_modules & set(adapter.layers))):
         what = f"{idle[0]} is never called (the module around it reads its weight), so its adapter would do nothing"
         raise UserError("lora.target_modules", what, "name other layers")

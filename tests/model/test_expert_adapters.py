@@ -17,7 +17,7 @@ from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.adapters import adapter_of, without_adapter
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.expert_adapters import compute_apart, expert_modules, merge_experts
 from fsdp2kit.model.weights import fill_adapter, load_adapter, load_pretrained
@@ -50,6 +50,8 @@ FAMILIES = {
     "glm4_moe": ({"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, "mlp.experts.3.up_proj"),
     "deepseek_v3": (DEEPSEEK, "mlp.experts.3.up_proj"),
     "olmoe": ({}, "mlp.experts.3.up_proj"),
+    # peft does not look for one expert's layers in a file for this one.
+    "qwen2_moe": ({"shared_expert_intermediate_size": 16}, "mlp.experts.base_layer"),
     "gpt_oss": ({}, "mlp.experts.base_layer"),
     "granitemoe": ({}, "block_sparse_moe.experts.base_layer"),
 }
@@ -95,8 +97,8 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=torch.arange(40)[None] * 7 % 60 + 2, use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_compute_what_pefts_do(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "rank"), [("qwen3_moe", 8), *((kind, 3) for kind in FAMILIES)])
+def test_experts_compute_what_pefts_do(kind: str, rank: int, tmp_path: Path) -> None:
     """Logits and the gradients of all factors; an expert without tokens has none."""
     config = LoraConfig(
         r=3, lora_alpha=5, target_modules=ATTENTION, target_parameters=["experts.gate_up_proj", "experts.down_proj"]
@@ -126,7 +128,7 @@ def test_experts_compute_what_pefts_do(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_what_peft_loads_and_merges(kind: str, tmp_path: Path) -> None:
-    plain_model(kind, tmp_path / "base")
+    plain = plain_model(kind, tmp_path / "base")
     model = our_model(tmp_path / "base")
     export_model(model, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -135,6 +137,8 @@ def test_an_export_is_what_peft_loads_and_merges(kind: str, tmp_path: Path) -> N
     }
     peft = with_adapter(tmp_path / "base", tmp_path / "out")
     torch.testing.assert_close(logits(peft), logits(model), rtol=1e-5, atol=1e-5)
+    with without_adapter(model):
+        torch.testing.assert_close(logits(model), logits(plain.eval()), rtol=1e-5, atol=1e-5)
 
     again = our_model(tmp_path / "base", adapter=tmp_path / "out")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

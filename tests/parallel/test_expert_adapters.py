@@ -15,8 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.schema import LoraConfig as LoraSection
-from fsdp2kit.config.schema import MeshConfig, ModelConfig, TrainingConfig
+from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
@@ -40,9 +39,9 @@ NO_MORE = ("train.steps=1", "checkpoint.export_hf=never")
 HYBRID = (("strategy", "hybrid_shard"),)
 DEFAULT = [
     Case("qwen3_moe", 2, 1, 1, adapter="experts", checkpointing="full"),
-    Case("qwen3_moe", 2, 1, 2, ep=2, adapter="lora"),
 ]
 FULL = [
+    Case("qwen3_moe", 2, 1, 2, ep=2, adapter="lora"),
     Case("qwen3_moe", 1, 2, 1, adapter="experts"),
     Case("qwen3_moe", 2, 2, 1, HYBRID, dp_replicate=2, adapter="experts", checkpointing="selective"),
     Case("qwen3_moe", 1, 3, 1, (("unit", "size"), ("min_params", 2_000)), adapter="experts"),
@@ -167,10 +166,20 @@ def test_adapters_beside_experts_that_are_dealt_out_resume_on_any_ep(
     assert losses(straight)[-1] < losses(straight)[0] - 0.1
 
 
-def test_adapters_on_experts_are_not_dealt_out() -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mesh": {"ep": 2}}, r"^mesh.ep with adapters on experts: is not supported; leave the experts out"),
+        ({"compile": {"enabled": True}}, r"^compile.enabled: true with adapters on experts in one tensor"),
+        ({"lora": {"quantize": "nf4"}}, r"^lora.quantize: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor"),
+    ],
+    ids=str,
+)
+def test_what_was_not_tried_with_adapters_on_experts_is_refused(options: dict[str, Any], says: str) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     section = ModelConfig(config={"vocab_size": 128, "model_type": "qwen3_moe", **sizes}, weights="random")
-    lora = LoraSection(rank=2, target_modules=["experts"])
-    config = TrainingConfig(recipe="x", model=section, lora=lora, mesh=MeshConfig(ep=2))
-    with pytest.raises(UserError, match=r"^mesh.ep with adapters on experts: is not supported; leave the experts out"):
-        plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 2, 1, 2))
+    lora = {"rank": 2, "target_modules": ["experts"], **options.pop("lora", {})}
+    config = TrainingConfig.model_validate({"recipe": "x", "model": section, "lora": lora, **options})
+    model = build_model(section, lora=config.lora)
+    with pytest.raises(UserError, match=says):
+        plan_parallel(model, config, MeshSizes(1, 2, 1, config.mesh.ep))
