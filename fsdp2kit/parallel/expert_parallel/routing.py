@@ -1,8 +1,9 @@
 """Where tokens are routed: counts of the experts' tokens and sums of the routers' probabilities, taken by hooks.
 
 The sums are differentiable. They leave layers that are recomputed in backward as any result does: autograd recomputes
-the layer when their gradient asks for it. Hooks run in that recomputation, too, and compute the same, but what they
-find is kept only while `RoutingHooks.recording` is open.
+the layer when their gradient asks for it. By then FSDP has gathered the layer: autograd runs the newest of the nodes
+that are ready, and those of the layer's output are newer. Hooks run in recomputation, too, and compute the same, but
+what they find is kept only while `RoutingHooks.recording` is open.
 """
 
 from __future__ import annotations
