@@ -229,7 +229,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_every_toml_can_be_tried_for_a_few_steps() -> None:
     small = ("demo_cp2", "grpo_demo", "smollm2_135m_cp2", "lora_smollm2", "distill_smollm2")
     for path in TOMLS:
-        _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "train.global_batch_size=16"])
+        _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=16"])
         check_config(config, world_size=1, local_world_size=1)
         assert config.data.path is None or path.stem in small, f"{path.name}: no real run on toy data"
 

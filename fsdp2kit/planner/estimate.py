@@ -21,8 +21,9 @@ from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory,
 from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.crossing import price_crossings
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device, this_device
-from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
-from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
+from fsdp2kit.planner.memory import Moment, reserved, step_moments
+from fsdp2kit.planner.rollouts import rollout_moments
+from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory, under_load
 from fsdp2kit.planner.speed import PeakShare, Speed, estimate_speed, own_share, published_share, why_untimed
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ def estimate(
         UserError: ``mfu`` would take more than the device's peak, or the model's layers take too long to count.
     """
     layers, activations_from = _layers(config, model, plan)
-    step = step_memory(config, model, plan, layers)
+    step = under_load(step_memory(config, model, plan, layers))
     layout = Layout(plan.sizes, plan.fsdp, tuple(hosts) or node_names(plan.sizes.world_size, local_world_size))
     sent = () if step.log_probs else tuple(collectives(config, model, step, layout=layout))
     prices = price_crossings(config, model, step, sent, layout=layout, device=device) if prices_crossings else {}

@@ -200,7 +200,7 @@ def _pace(
     assert device.peak_flops is not None, "a device whose peak is known"
     computes = _computing(config, step, device, device.peak_flops * share)
     # AdamW reads parameter, gradient and two moments, and writes all but the gradient.
-    update = 7 * sum(unit.trained for unit in step.units) / step.shards * step.storage / device.memory_bandwidth
+    update = 7 * sum(unit.trained / unit.shards for unit in step.units) * step.storage / device.memory_bandwidth
     if not step.state_on_device:  # brought from the host and taken back
         update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
     # Not a set: its order, and so the last digit of a sum, changes from one process to the next.

@@ -16,7 +16,8 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.planner import estimate as module
 from fsdp2kit.planner import report
 from fsdp2kit.planner.devices import DEVICES, find_device
-from fsdp2kit.planner.memory import kv_cache_bytes, step_moments
+from fsdp2kit.planner.memory import step_moments
+from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.search import Candidate, Search, changed, options
 from tests.planner.models import LLAMA_8B, LLAMA_70B, config_of, planned
 from tools import plan as tool
