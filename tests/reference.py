@@ -69,6 +69,8 @@ EVEN = {
     f"{name}_even": (TINY[name][0], {**TINY[name][1], "num_attention_heads": 4, "num_key_value_heads": 2})
     for name in ("smollm2", "llama3", "gemma3", "qwen3_moe")
 }
+# Fewer experts than four ranks.
+EVEN["mixtral_few"] = ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2})
 
 # Adapters by the name that tests use: what differs from plain LoRA.
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -272,7 +272,7 @@ def apply_fsdp(
         fully_shard(
             module,
             mesh=over,
-            shard_placement_fn=partial(_side_of_expert, of=sides, ranks=over["shard"].size()) if sides else None,
+            shard_placement_fn=partial(_side_of_expert, of=sides, ranks=over.size(-1)) if sides else None,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=_precision(section, unit),
             offload_policy=offload,

@@ -112,13 +112,14 @@ def dispatches(model: PreTrainedModel, plan: ParallelPlan, *, tokens: int) -> di
     return found
 
 
-def with_load(layer: LayerMemory, dispatch: Dispatch, load: float = 1) -> LayerMemory:
-    """A layer that was counted at an even routing, with what the operator holds inside, and under another load.
+def keeps_received(layer: LayerMemory, dispatch: Dispatch) -> bool:
+    """Whether what its experts receive is kept for backward, and not recomputed."""
+    return not layer.recomputed or layer.kept > dispatch.kept()
 
-    What is received is recomputed where the layer keeps less than it.
-    """
-    more = dispatch.kept(load) - dispatch.kept()
-    is_kept = not layer.recomputed or layer.kept > dispatch.kept()
+
+def with_load(layer: LayerMemory, dispatch: Dispatch, load: float = 1) -> LayerMemory:
+    """A layer that was counted at an even routing, with what the operator holds inside, and under another load."""
+    more, is_kept = dispatch.kept(load) - dispatch.kept(), keeps_received(layer, dispatch)
     inside = BackwardMemory("experts", layer.kept + layer.kept_on_host + layer.recomputed, 0, dispatch.backward(load))
     return replace(
         layer,
