@@ -228,9 +228,8 @@ def estimate(
     engine = config.needs(config).engine
     cycle = [] if engine is None else rollout_moments(engine, config, model, step)
     load = Moment("load", "weights", at_rest(step, state=False))
-    save = Moment("save", "checkpoint", at_rest(step))
-    export = Moment("export", "from the checkpoint's files", at_rest(step))
-    moments = (load, *step_moments(step), *cycle, save, export)
+    saves = (("save", "checkpoint"), ("export", "from the checkpoint's files"))
+    moments = (load, *step_moments(step), *cycle, *(Moment(*names, at_rest(step)) for names in saves))
     return Estimate(
         config=config,
         sizes=plan.sizes,

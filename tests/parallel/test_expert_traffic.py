@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from fsdp2kit import distributed
+from fsdp2kit.distributed import local_part
+from fsdp2kit.optim.build import build_optimizer
+from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case
 from tests.parallel.test_traffic import watched_step
 from tests.planner.models import planned
@@ -38,6 +42,31 @@ def even_step(folder: Path, case: Case) -> Traffic:
     """What this rank sends in a step."""
     with patch.object(Qwen3MoeTopKRouter, "forward", route_evenly):
         return watched_step(folder, case, by_operators=False)[0]
+
+
+def at_rest(folder: Path, case: Case) -> dict[str, int]:
+    """Bytes of this rank's shards, gradients and optimizer state after a step."""
+    config = case.config(folder, steps=1, rows=4)
+    sharded = Sharded(config, world=distributed.start())
+    optimizer = build_optimizer(config.optimizer, sharded.model)
+    parameters = list(sharded.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
+    kept["optimizer"] = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return {name: sum(local_part(tensor).nbytes for tensor in tensors) for name, tensors in kept.items()}
+
+
+@pytest.mark.full
+def test_a_rank_holds_what_the_plan_says(pool: WorkerPool, tmp_path: Path) -> None:
+    """Whatever ep is, for the four experts of each layer divide evenly."""
+    tiny_model_dir("qwen3_moe", tmp_path)
+    for ep in (1, 2, 4):
+        case = Case("qwen3_moe", 4, 1, 1, (("param_dtype", "bfloat16"),), ep=ep)
+        plan = planned(case.config(tmp_path, steps=1, rows=4), ranks=4, device_type="cpu").peaks["optimizer"].bytes
+        first = pool.run(4, at_rest, tmp_path, case)[0]
+        assert first == {name: plan[name] for name in first}
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What experts that are dealt out hold inside their operator: the forms against what its code allocates on real ranks."""
+"""What experts that are dealt out hold inside their operator: the forms against its code on real ranks."""
 
 from __future__ import annotations
 
