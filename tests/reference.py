@@ -81,6 +81,8 @@ MIXTURES = {
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 7, "logits_scaling": 4.0, "residual_multiplier": 0.5}),
     "olmoe": ("olmoe", {**_MOE, "num_experts": 7, "num_experts_per_tok": 3}),
 }
+# Fewer experts than four ranks.
+EVEN["mixtral_few"] = ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2})
 
 # Adapters by the name that tests use: what differs from plain LoRA.
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,12 @@ class Traffic:
 
 
 @contextmanager
-def count_traffic() -> Iterator[Traffic]:
-    """While it is open, everything that this process's groups send is counted; not thread-safe."""
+def count_traffic(*, functional: bool = True) -> Iterator[Traffic]:
+    """While it is open, everything that this process's groups send is counted; not thread-safe.
+
+    Args:
+        functional: whether what DTensors send is counted. `torch.func` inside operators fails under that.
+    """
     traffic = Traffic()
     # torch 2.13 renamed three of these; both names lead to the same function there.
     counters: dict[str, tuple[str, Callable[..., int]]] = {
@@ -56,7 +60,7 @@ def count_traffic() -> Iterator[Traffic]:
     for name in originals:
         setattr(dist.ProcessGroup, name, _counting(getattr(dist.ProcessGroup, name), *counters[name], traffic))
     try:
-        with _FunctionalCollectives(traffic):
+        with _FunctionalCollectives(traffic) if functional else nullcontext():
             yield traffic
     finally:
         for name, original in originals.items():

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         extra[title] = [report.candidate_json(one) for one in candidates]
     own = [*report.summary(found)] if answers and not options.verbose else [*report.renderables(found)]
     if options.kv_cache:
-        from fsdp2kit.planner.memory import kv_cache_bytes
+        from fsdp2kit.planner.rollouts import kv_cache_bytes
 
         rows, length = options.kv_cache
         extra["kv_cache"] = cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)

@@ -62,7 +62,9 @@ def smallest_world(config: TrainingConfig) -> int:
     mesh, strategy = config.mesh, config.fsdp.strategy
     sizes = [mesh.dp_shard] if strategy != "no_shard" else []
     sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # others have one replica
-    ranks = mesh.cp * math.prod(size for size in sizes if isinstance(size, int))
+    # Of "auto", as many as experts are dealt out over.
+    copy = math.lcm(mesh.cp, mesh.ep) if "auto" in sizes[:1] and strategy != "no_shard" else mesh.cp
+    ranks = copy * math.prod(size for size in sizes if isinstance(size, int))
     engine = config.needs(config).engine
     return math.lcm(ranks, engine.tp) if engine is not None and "auto" in sizes else ranks
 

@@ -137,8 +137,8 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
             dense += multiplications
     if not routed:
         return dense
-    visited = _first(config, _EXPERTS_PER_TOKEN)
-    if not (isinstance(visited, int) and isinstance(experts, int)):
+    visited = experts_per_token(config)
+    if visited is None or not isinstance(experts, int):
         return math.nan  # a guess would be reported as if it were a measurement
     return dense + routed * visited / experts
 
@@ -146,6 +146,12 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
 def is_mixture(config: PreTrainedConfig) -> bool:
     """Whether a model's config names experts, and a token visits only some."""
     return (_first(config.get_text_config(), _EXPERT_COUNT) or 1) > 1
+
+
+def experts_per_token(config: PreTrainedConfig) -> int | None:
+    """How many routed experts a token visits; None if a model's config does not say."""
+    visited = _first(config.get_text_config(), _EXPERTS_PER_TOKEN)
+    return visited if isinstance(visited, int) else None
 
 
 def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -118,18 +118,28 @@ def _block_size(shape: Sequence[int], *, shards: int) -> int | None:
     return block if block >= 32 and math.prod(shape) >= 4096 else None
 
 
-def state_sizes(section: OptimizerConfig, model: nn.Module, *, shards: int, item_bytes: int) -> list[int]:
+def state_sizes(
+    section: OptimizerConfig,
+    model: nn.Module,
+    *,
+    shards: int,
+    item_bytes: int,
+    held: Mapping[nn.Parameter, int] | None = None,
+) -> list[int]:
     """Bytes of each tensor of optimizer state on the rank with the largest shards, after its first step.
 
     Args:
         model: before it is sharded, on meta or real.
         shards: ranks over which every parameter's rows are spread.
         item_bytes: bytes of an element of a shard.
+        held: elements of a rank's shard of the parameters that are sharded in another way.
     """
+    held = held or {}
     matrices = {id(matrix) for matrix in hidden_matrices(model)} if section.name == "muon" else set()
     sizes = []
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        elements = parameter.numel() // max(1, len(parameter)) * -(-len(parameter) // shards)
+        by_rows = parameter.numel() // max(1, len(parameter)) * -(-len(parameter) // shards)
+        elements = held.get(parameter, by_rows)
         block = _block_size(parameter.shape, shards=shards) if section.name == "adamw_8bit" else None
         if id(parameter) in matrices:
             sizes.append(elements * item_bytes)  # momentum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -44,10 +44,17 @@ class Unit:
     """Names of its parameters, if it is the unit of those that stay in float32 inside other units' modules."""
     experts: bool = False
     """Whether these are experts that are dealt out, and sharded over fewer ranks."""
+    by_side: tuple[str, ...] = ()
+    """Names of its parameters that are sharded over another dimension than rows: there are more ranks than experts."""
 
 
 def plan_units(
-    section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None, experts: ExpertPlan | None = None
+    section: FSDPConfig,
+    model: PreTrainedModel,
+    *,
+    traits: Traits | None = None,
+    experts: ExpertPlan | None = None,
+    ranks: int = 1,
 ) -> tuple[Unit, ...]:
     """The units of ``model`` in the order of their declaration, first the root, which has all other parameters.
 
@@ -62,6 +69,8 @@ def plan_units(
         model: before it is sharded; it may be on meta.
         traits: what `inspect_model` found, if it was called already.
         experts: those that are dealt out; each of its modules becomes a unit.
+        ranks: that a parameter is sharded over. Experts in one tensor that are fewer are sharded over a side of their
+            matrices that ``ranks`` divides, if there is one; by rows, some ranks would hold nothing but padding.
     """
     traits = traits or inspect_model(model)
     ignored, head = ignored_modules(section, model), model.get_output_embeddings()
@@ -76,10 +85,8 @@ def plan_units(
         raise UserError("fsdp.unit_classes and fsdp.class_dtypes", what, "name classes of modules inside it")
     chosen -= {backbone}
     _check_shared(model, chosen)
-    inside = {
-        name: sum(parameter.numel() for parameter in parameters)
-        for name, parameters in parameters_by_unit(model, chosen, ignored=ignored, kept=kept).items()
-    }
+    owned = _names_by_unit(model, chosen, ignored=ignored, kept=kept)
+    inside = {name: sum(model.get_parameter(key).numel() for key in keys) for name, keys in owned.items()}
     reshard = reshards_after_forward(section)
     units = []
     for name, module in model.named_modules():
@@ -99,7 +106,19 @@ def plan_units(
             count = inside[name] // experts.ranks if experts and name in dealt_out else inside[name]
             unit = Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out)
             units.append(unit)
-    return tuple(units)
+    return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks) for unit in units)
+
+
+def _with_sides(unit: Unit, owned: Sequence[str], model: nn.Module, *, ranks: int) -> Unit:
+    """``unit``, which owns these parameters, with those of them that are not sharded by rows."""
+    if unit.experts:
+        return unit
+    sides = (name for name in owned if _has_more_ranks_than_experts(model.get_parameter(name), ranks))
+    return replace(unit, by_side=tuple(sides))
+
+
+def _has_more_ranks_than_experts(parameter: nn.Parameter, ranks: int) -> bool:
+    return parameter.ndim == 3 and len(parameter) < ranks and shard_dim(parameter.shape, ranks=ranks) is not None
 
 
 def _choose(section: FSDPConfig, model: PreTrainedModel, traits: Traits) -> tuple[set[str], set[str]]:
@@ -222,7 +241,7 @@ def apply_fsdp(
         experts: `Mesh.expert_shard`, for the units of experts that are dealt out.
         units: what `plan_units` returned, if it was called already.
     """
-    units = plan_units(section, model) if units is None else units
+    units = plan_units(section, model, ranks=mesh.size(-1)) if units is None else units
     ignored = ignored_modules(section, model)
     whole = {p for name in ignored for p in model.get_submodule(name).parameters(recurse=False)}
     computes = {unit.name: unit.param_dtype for unit in units if not unit.kept}
@@ -251,10 +270,11 @@ def apply_fsdp(
         module = model.get_submodule(unit.name)
         own = {model.get_parameter(name) for name in names[unit.name]}
         over = experts if unit.experts and experts is not None else mesh
+        sides = own if unit.experts else {model.get_parameter(name) for name in unit.by_side}
         fully_shard(
             module,
             mesh=over,
-            shard_placement_fn=partial(_side_of_expert, ranks=over["shard"].size()) if unit.experts else None,
+            shard_placement_fn=partial(_side_of_expert, of=sides, ranks=over.size(-1)) if sides else None,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=_precision(section, unit),
             offload_policy=offload,
@@ -274,8 +294,10 @@ def _precision(section: FSDPConfig, unit: Unit) -> MixedPrecisionPolicy:
     )
 
 
-def _side_of_expert(parameter: nn.Parameter, *, ranks: int) -> Shard:
-    """Over which dimension an expert is sharded. The first one is that of experts."""
+def _side_of_expert(parameter: nn.Parameter, *, of: Collection[nn.Parameter], ranks: int) -> Shard | None:
+    """Over which dimension a parameter among ``of`` is sharded, whose first is that of experts; None: over rows."""
+    if parameter not in of:
+        return None
     dim = shard_dim(parameter.shape, ranks=ranks)
     assert dim is not None, "the plan refuses such experts"
     return Shard(dim)

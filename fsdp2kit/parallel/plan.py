@@ -182,6 +182,8 @@ def plan_parallel(
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         experts = _plan_experts(model, config, sizes)
         layers = set(decoder_layers(model))
+        # Weights travel to an engine in rows.
+        ranks = 1 if config.needs(config).engine is not None else shard_ranks(config.fsdp, sizes)
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
@@ -189,7 +191,7 @@ def plan_parallel(
             attention=attention,
             own_head=not traits.linear_head,
             experts=experts,
-            units=plan_units(config.fsdp, model, traits=traits, experts=experts),
+            units=plan_units(config.fsdp, model, traits=traits, experts=experts, ranks=ranks),
             float8=plan_float8(config, model, traits=traits, device=device),
             nf4=plan_nf4(config, model, traits=traits),
             ledger=_ledger(config, model, replicas=sizes.world_size // shard_ranks(config.fsdp, sizes)),

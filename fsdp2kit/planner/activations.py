@@ -31,6 +31,8 @@ class BackwardMemory(NamedTuple):
     """Its kept and recomputed tensors that are not freed yet, and gradients of activations."""
     gradients: int
     """Gradients of its weights that are there already."""
+    inside: int = 0
+    """What an exchange of experts' tokens holds beside that."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LayerMemory:
     backward: tuple[BackwardMemory, ...] = ()
     """The moments of its backward that may hold the most, in order."""
     attention_forward: int = 0
-    """What attention's kernel and exchange hold while they run in forward, beside ``kept``."""
+    """What attention's kernel and exchange, or experts', hold while they run in forward, beside ``kept``."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Collective:
     kind: str
     """ "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "send"."""
     dim: str
-    """Mesh dimension: "shard", "replicate", "cp" or "world"."""
+    """Mesh dimension: "shard", "replicate", "cp" or "world"; of experts that are dealt out "expert", over which they
+    are, and "expert shard", over which each rank's are sharded."""
     link: str
     """ "node" if every group of that dimension is on one node, else "network"."""
     on_node: int
@@ -40,9 +41,12 @@ class Collective:
 def collectives(
     config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, layout: Layout
 ) -> list[Collective]:
-    """Everything that a rank sends in a step that is not logged. Where ranks differ (uneven heads), it is rank 0."""
+    """Everything that a rank sends in a step that is not logged. Where ranks differ (uneven heads), it is rank 0.
+
+    Tokens are taken to be routed evenly.
+    """
     fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
-    replicas = step.replicas
+    replicas, ep = step.replicas, step.plan.sizes.ep
     reduces = count if fsdp.accumulates_shards else 1
     found: list[Collective] = []
     places: dict[tuple[str, int], tuple[str, int]] = {}
@@ -50,7 +54,7 @@ def collectives(
     def add(kind: str, dim: str, phase: str, unit: str, calls: int, sent: int, *, ranks: int) -> None:
         if ranks > 1:
             if (dim, ranks) not in places:
-                span = layout.span(ranks, apart=shards if dim == "replicate" else 1)
+                span = layout.span(ranks, apart={"replicate": shards, "expert shard": ep}.get(dim, 1))
                 places[dim, ranks] = "network" if span.crossing else "node", span.on_node
             found.append(Collective(kind, dim, *places[dim, ranks], phase, unit, calls, sent))
 
@@ -58,21 +62,24 @@ def collectives(
     # In the order of forward. The root comes last: its final norm runs after all layers.
     for unit in [*step.units[1:], step.units[0]]:
         frozen_so_far = frozen_so_far and not unit.trained
+        dim, ranks = "expert shard" if unit.experts else "shard", unit.shards
         calls = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
-        sent = calls * ((shards - 1) * unit.whole // shards)
-        add("all_gather", "shard", "forward", unit.name, calls, sent, ranks=shards)
-        if shards > 1 and unit.gathered_again and not frozen_so_far:
-            few = unit.reshard if type(unit.reshard) is int else shards
+        sent = calls * ((ranks - 1) * unit.whole // ranks)
+        add("all_gather", dim, "forward", unit.name, calls, sent, ranks=ranks)
+        if ranks > 1 and unit.gathered_again and not frozen_so_far:
+            few = unit.reshard if type(unit.reshard) is int else ranks
             back = count * ((few - 1) * unit.whole // few)
-            add("all_gather", "shard", "backward", unit.name, count, back, ranks=few)
+            add("all_gather", dim, "backward", unit.name, count, back, ranks=few)
         if unit.trained:
             reduced = unit.trained * step.reduce
-            sent = reduces * ((shards - 1) * reduced // shards)
-            add("reduce_scatter", "shard", "backward", unit.name, reduces, sent, ranks=shards)
-            sent = 2 * (replicas - 1) * (reduced // shards) // replicas
+            sent = reduces * ((ranks - 1) * reduced // ranks)
+            add("reduce_scatter", dim, "backward", unit.name, reduces, sent, ranks=ranks)
+            sent = 2 * (replicas - 1) * (reduced // ranks) // replicas
             add("all_reduce", "replicate", "backward", unit.name, 1, sent, ranks=replicas)
     for exchange in _exchanges(model, step):
         add(*exchange, ranks=step.plan.sizes.cp)
+    for exchange in _dispatches(step):
+        add(*exchange, ranks=ep)
     # Single numbers of every step: what the batch is made of, the loss, the gradients' norms.
     numbers, losses = 10 + len(config.data.sources), 1 + len(config.data.sources)
     add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
@@ -110,3 +117,15 @@ def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, 
         else:
             back = calls + (2 * cp if method == "ring" else 0)
             yield kind, "cp", "backward", name, count * back, count * backward
+
+
+def _dispatches(step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:
+    """What layers of experts send; one that is wholly recomputed sends its forward's again."""
+    section, count = step.plan.activation_checkpointing, step.micro_batches
+    for number, (name, _) in enumerate(step.layers):
+        if (dispatch := step.dispatch.get(name)) is None:
+            continue
+        forward, backward = dispatch.exchanges()
+        times = count * (2 if section.mode == "full" and number % section.every == 0 else 1)
+        yield "all_to_all", "expert", "forward", name, times * len(forward), times * sum(forward)
+        yield "all_to_all", "expert", "backward", name, count * len(backward), count * sum(backward)

@@ -32,6 +32,7 @@ from fsdp2kit.parallel.low_bits import apply_nf4
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, item_bytes, rank_tokens
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
+from fsdp2kit.planner.dispatch import deal_out_on_one_rank
 from fsdp2kit.torch_compat import FakeTensorMode
 
 _MOST_CALLS = 15_000
@@ -186,6 +187,8 @@ def _make_ready(
     if plan.nf4 is not None:
         there = dict(small.named_modules())
         apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
+    if plan.experts is not None:
+        deal_out_on_one_rank(small, plan)
     path = replace(plan.attention, method=None)
     if path.kernel == VARLEN:
         use_attention(small, varlen_attention)

@@ -21,8 +21,10 @@ from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory,
 from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.crossing import price_crossings
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device, this_device
-from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
-from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
+from fsdp2kit.planner.dispatch import IMBALANCE, keeps_received
+from fsdp2kit.planner.memory import Moment, reserved, step_moments
+from fsdp2kit.planner.rollouts import rollout_moments
+from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory, under_load
 from fsdp2kit.planner.speed import PeakShare, Speed, estimate_speed, own_share, published_share, why_untimed
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,29 @@ class ReductionPrice:
 
 
 @dataclass(frozen=True)
+class DispatchLoad:
+    """What experts that are dealt out receive, and what an uneven routing costs."""
+
+    ep: int
+    rows: int
+    """Vectors that the rank with the most experts receives in a layer and micro-batch, where routing is even."""
+    kept: int
+    """Bytes of these and of their projections in all layers that keep them for backward, or else in one."""
+    exchanged: int
+    """Bytes that a layer's operator holds beside them at most."""
+    load: float
+    more: int
+    """Bytes that the peak grows by, where this rank's experts of all layers receive ``load`` times as much."""
+
+    def __str__(self) -> str:
+        return (
+            f"experts over ep {self.ep}: {self.rows:,} vectors a layer and micro-batch if routing is even, "
+            f"{self.kept / GIB:.2f} GiB kept and {self.exchanged / GIB:.2f} in exchanges; "
+            f"at {self.load:g} times that load the peak is {self.more / GIB:.2f} GiB higher"
+        )
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What a run needs; bytes are those of the rank with the most."""
 
@@ -66,6 +91,8 @@ class Estimate:
     collectives: tuple[Collective, ...]
     reduction: ReductionPrice | None
     """None if it was not asked for, if there is one micro-batch, or if nothing is sharded."""
+    dispatch: DispatchLoad | None
+    """None: no experts are dealt out."""
     speed: Speed | None
     untimed: str | None
     """Why there is no speed."""
@@ -187,7 +214,8 @@ def estimate(
         UserError: ``mfu`` would take more than the device's peak, or the model's layers take too long to count.
     """
     layers, activations_from = _layers(config, model, plan)
-    step = step_memory(config, model, plan, layers)
+    counted = step_memory(config, model, plan, layers)
+    step = under_load(counted)
     layout = Layout(plan.sizes, plan.fsdp, tuple(hosts) or node_names(plan.sizes.world_size, local_world_size))
     sent = () if step.log_probs else tuple(collectives(config, model, step, layout=layout))
     prices = price_crossings(config, model, step, sent, layout=layout, device=device) if prices_crossings else {}
@@ -200,17 +228,18 @@ def estimate(
     engine = config.needs(config).engine
     cycle = [] if engine is None else rollout_moments(engine, config, model, step)
     load = Moment("load", "weights", at_rest(step, state=False))
-    save = Moment("save", "checkpoint", at_rest(step))
-    export = Moment("export", "from the checkpoint's files", at_rest(step))
+    saves = (("save", "checkpoint"), ("export", "from the checkpoint's files"))
+    moments = (load, *step_moments(step), *cycle, *(Moment(*names, at_rest(step)) for names in saves))
     return Estimate(
         config=config,
         sizes=plan.sizes,
         device=device,
-        moments=(load, *step_moments(step), *cycle, save, export),
+        moments=moments,
         host=_host(config, model, step),
         disk=_disk(config, model, step),
         collectives=sent,
         reduction=_reduction(config, model, step, layout=layout) if prices_reduction else None,
+        dispatch=_dispatch_load(counted, peak=max(moment.total for moment in moments)),
         speed=speed,
         untimed=untimed,
         activations_from=activations_from,
@@ -229,6 +258,28 @@ def _layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) 
     counted = count_layers(config, model, plan)
     layers = [layer or other for layer, other in zip(known, counted, strict=True)]
     return layers, "counted on one layer of each kind"
+
+
+def _dispatch_load(step: StepMemory, *, peak: int) -> DispatchLoad | None:
+    """What an uneven routing adds to ``peak``.
+
+    Args:
+        step: with its layers as they were counted.
+    """
+    if not step.dispatch:
+        return None
+    layers = [(layer, step.dispatch[name]) for name, layer in step.layers if name in step.dispatch]
+    kept = [dispatch.kept() for layer, dispatch in layers if keeps_received(layer, dispatch)]
+    loaded = max(moment.total for moment in step_moments(under_load(step, IMBALANCE)))
+    most = max((dispatch for _, dispatch in layers), key=lambda one: one.rows())
+    return DispatchLoad(
+        ep=step.plan.sizes.ep,
+        rows=most.rows(),
+        kept=sum(kept) or most.kept(),
+        exchanged=max(most.forward(), most.backward()),
+        load=IMBALANCE,
+        more=max(0, loaded - peak),
+    )
 
 
 def _reduction(

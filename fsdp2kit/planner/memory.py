@@ -1,4 +1,4 @@
-"""Memory of a rank through one step, and beside a rollout engine: moment by moment, in bytes by category.
+"""Memory of a rank through one step: moment by moment, in bytes by category.
 
 FSDP2's allocations follow from the units, the ranks that they are sharded over, and the prefetch depths. They stand
 here in the order in which FSDP2 makes them; the peak is the largest sum. docs/dev/memory.md derives every term.
@@ -7,20 +7,13 @@ here in the order in which FSDP2 makes them; the peak is the largest sum. docs/d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
-from transformers import PreTrainedModel
-
-from fsdp2kit.config.facts import Engine
-from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
-from fsdp2kit.model.flops import attention_layers, head_widths
-from fsdp2kit.model.head_chunks import rows_at_once
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
-from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory, norm_backward
-from fsdp2kit.planner.sizes import StepMemory, UnitSize, at_rest, engine_bytes
+from fsdp2kit.planner.activations import LayerMemory, norm_backward
+from fsdp2kit.planner.loss import chunk_of_logits, head_activations, loss_saved, slope_bytes
+from fsdp2kit.planner.sizes import StepMemory, UnitSize, at_rest
 
 CATEGORIES = (
     "parameters",
@@ -113,7 +106,7 @@ def _before_replicas(step: StepMemory, unit: UnitSize) -> int:
     They are on the device, whatever is offloaded.
     """
     adds_up = step.micro_batches > 1 and step.replicas > 1 and step.plan.fsdp.accumulates_shards
-    return unit.trained // step.shards * step.reduce if adds_up else 0
+    return unit.trained // unit.shards * step.reduce if adds_up else 0
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
@@ -134,10 +127,18 @@ def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
     return [*before, *step.layers, *after, (step.head, None)]
 
 
+def _experts_of(step: StepMemory, name: str) -> UnitSize | None:
+    """The unit of a layer's experts that are dealt out, which is gathered when most of the layer has run."""
+    return next((unit for unit in step.units if unit.experts and unit.name.startswith(f"{name}.") and name), None)
+
+
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
-    """Bytes of the units that are whole while the module ``name`` runs, and of the largest that is gathered then."""
+    """Bytes of the units that are whole while the module ``name`` runs, and of the largest that is gathered then.
+
+    Without experts that are dealt out.
+    """
     around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
-    inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
+    inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name and not unit.experts]
     largest = max((unit.whole for unit in inside), default=0)
     kept = 0 if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
     held = sum(unit.whole for unit in around) + (kept or largest)
@@ -162,14 +163,21 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
         is_last = number == len(stops) - 1
         if own and not stays:
-            there = {**now, "activations": kept + (_head_activations(step) if is_last else step.hidden_states)}
+            there = {**now, "activations": kept + (head_activations(step) if is_last else step.hidden_states)}
             if step.shards > 1 and before and not ahead:
                 # Its parameters are copied out of its buffer; then the buffer of the gather before is freed.
-                yield Moment("forward", f"{name} (gather)", {**there, "all-gather buffers": before + own})
+                copied = {"all-gather buffers": before + own, "unsharded parameters": held + seen + _reordered(unit)}
+                yield Moment("forward", f"{name} (gather)", {**there, **copied})
             if step.shards == 1 and unit is not None and unit.item != step.storage:
                 # One parameter after the other is cast, and the result is copied.
                 largest = max(unit.shard_sizes, default=0) // step.storage * unit.item
                 yield Moment("forward", f"{name} (cast)", {**there, "unsharded parameters": held + seen + largest})
+        experts = _experts_of(step, name)
+        if layer is not None and experts is not None and not stays:
+            yield _experts_forward(step, name, layer, now, kept, experts)
+            last = experts.whole if experts.shards > 1 else 0
+            now["unsharded parameters"] += experts.whole
+            now["all-gather buffers"] += last - own
         if layer is not None:
             kept += layer.kept
             now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
@@ -177,66 +185,42 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         elif is_last:
             yield from _loss_forward(step, now, kept)
         if name and unit is not None:
-            seen += unit.kept_after_forward
+            seen += unit.kept_after_forward + (experts.kept_after_forward if experts is not None else 0)
 
 
-def _head_activations(step: StepMemory) -> int:
-    """Bytes that the final norm keeps, and those of the hidden states that go into the head."""
-    return step.tokens * step.hidden * (4 + (step.compute if step.norm_trained else 0))
+def _reordered(unit: UnitSize | None) -> int:
+    return 0 if unit is None else unit.reordered
 
 
-def _loss_saved(step: StepMemory) -> tuple[int, int]:
-    """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
-    if step.log_probs:
-        return 0, 0
-    item = 4 if _chunk(step)[0] < step.tokens else step.compute
-    return step.hidden_states, step.vocabulary * step.hidden * item if step.head_trained else 0
+def _experts_forward(
+    step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, experts: UnitSize
+) -> Moment:
+    """A layer's experts are gathered. All before them has run, and its part of the layer's activations is there.
 
-
-def _chunk(step: StepMemory) -> tuple[int, int, int]:
-    """Rows of a chunk of logits, the bytes of the logits in float32, and those of their gradient where it is cast."""
-    device = torch.device(step.plan.device_type or "cuda")
-    rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
-    return rows, 4 * rows * step.vocabulary, rows * step.vocabulary * (step.compute if step.compute != 4 else 0)
-
-
-def _slope_bytes(step: StepMemory, total: int) -> tuple[int, int]:
-    """Bytes of a chunk's logits, what is made of them, and the head's gradient of ``total`` bytes.
-
-    Before and after the chunk's part of that gradient is made.
+    Args:
+        now: while the layer runs, without its experts.
+        kept: bytes of activations of the layers before.
     """
-    rows, logits, cast = _chunk(step)
-    is_only = rows == step.tokens
-    product = step.vocabulary * step.hidden * step.compute if step.head_trained else 0  # of the head's gradient
-    if step.plan.own_head:
-        # The sum of the chunks' gradients stays from the first chunk on.
-        later = 0 if is_only else total + _own_slope_bytes(step, min(rows, step.tokens - rows), product)
-        most = max(_own_slope_bytes(step, rows, product), later)
-        return most, most
-    before = 0 if is_only else total
-    adds = product if not is_only and step.compute != 4 else 0
-    made = logits if step.log_probs else cast  # softmax makes another tensor there
-    return logits + made + before, (cast or logits) + adds + total
-
-
-def _own_slope_bytes(step: StepMemory, rows: int, product: int) -> int:
-    """Bytes of a chunk of ``rows`` logits of a model's own head, and of their gradients.
-
-    Autograd keeps the logits, and what a soft cap saved. Each operation back to the matmul takes its output's gradient
-    and makes its input's; the matmul makes ``product``.
-    """
-    own = rows * step.vocabulary * step.compute
-    cast = own if step.compute != 4 else 0
-    return 4 * rows * step.vocabulary + cast + 2 * own + max((1 + step.caps_logits) * own, product)
+    before = layer.kept + (layer.forward if layer.recomputed else 0) - step.dispatch[name].kept()
+    return Moment(
+        "forward",
+        f"{experts.name} (gather)",
+        {
+            **now,
+            "unsharded parameters": now["unsharded parameters"] + experts.whole + experts.reordered,
+            "all-gather buffers": now["all-gather buffers"] + (experts.whole if experts.shards > 1 else 0),
+            "activations": kept + max(step.hidden_states, before),
+        },
+    )
 
 
 def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
-    hidden, weight = _loss_saved(step)
-    loss = max(_slope_bytes(step, weight))
+    hidden, weight = loss_saved(step)
+    loss = max(slope_bytes(step, weight))
     if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
-        rows, logits, _ = _chunk(step)
+        rows, logits, _ = chunk_of_logits(step)
         loss = 3 * logits + (rows * step.vocabulary * step.compute if step.plan.own_head else 0)
-    end = kept + _head_activations(step) + hidden
+    end = kept + head_activations(step) + hidden
     selected = end + step.hidden_states
     yield Moment("forward", "loss", {**now, "activations": selected, "loss": loss})
     yield Moment("forward", "end", {**now, "activations": selected if step.log_probs else end, "loss": weight})
@@ -258,11 +242,22 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         now |= {"reduction buffers": reduced, **gathered}  # a buffer is kept until the next unit's reduction
         new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
         if number == 0:
-            rest += _head_activations(step)
+            rest += head_activations(step)
             waiting, moments = _loss_backward(step, now, rest)
             yield from moments
         if number == 1:
             yield _final_norm_backward(step, now, kept, name if layer is not None else None)
+        experts = _experts_of(step, name)
+        if layer is not None and experts is not None:
+            yield from _experts_backward(step, name, layer, now, kept, experts, sums_up=sums_up)
+            if experts.trained:
+                reduced = now["reduction buffers"] = experts.trained * step.reduce
+                accumulated -= experts.unpadded * step.reduce if accumulated else 0
+                now["unsharded gradients"] = accumulated
+                gradients += 0 if sums_up or not step.on_device else experts.trained // experts.shards * step.storage
+                gradients -= _before_replicas(step, experts)
+                now["gradients"] = gradients
+                new = 0 if adds_in_place else new - experts.unpadded * experts.item
         if layer is not None:
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
@@ -271,7 +266,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             continue
         now |= {
             "activations": rest + step.hidden_states,
-            "unsharded gradients": accumulated or _own_gradients(step, name),
+            "unsharded gradients": accumulated or new or _own_gradients(step, name),
         }
         if layer is None and number:
             yield Moment("backward", name, dict(now))
@@ -281,7 +276,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         yield from _reduction(step, now, unit, sums_up=sums_up, freed=freed)
         reduced = unit.trained * step.reduce
         accumulated -= unit.unpadded * step.reduce if accumulated else 0
-        gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
+        gradients += 0 if sums_up or not step.on_device else unit.trained // unit.shards * step.storage
         gradients -= _before_replicas(step, unit)
     root = step.by_name[""]
     now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
@@ -293,11 +288,17 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
 
 
 def _gathered_in_backward(step: StepMemory, stops: list[tuple[str, LayerMemory | None]]) -> Iterator[dict[str, int]]:
-    """What is whole, or gathered ahead, while the backward of each module runs; the last module comes first."""
+    """What is whole, or gathered ahead, while the backward of each module runs; the last module comes first.
+
+    Without the module's own experts that are dealt out.
+    """
     kept_whole = {unit.name: unit.kept_after_forward for unit in step.units if unit.name}
     to_come = [unit for unit in step.units[::-1] if unit.gathered_again or not unit.gathers_in_backward]
+    to_come = [unit for unit in to_come if not unit.experts]  # they come after their layer
     for name, _ in stops:
         kept_whole.pop(name, None)
+        if (experts := _experts_of(step, name)) is not None:
+            kept_whole.pop(experts.name, None)
         # A unit around this module is counted by `_gathered`.
         others = [size for other, size in kept_whole.items() if not f"{name}.".startswith(f"{other}.")]
         to_come = [unit for unit in to_come if unit.name and not f"{unit.name}.".startswith(f"{name}.")]
@@ -316,7 +317,7 @@ def _final_norm_backward(step: StepMemory, now: dict[str, int], kept: int, name:
         name: of the last layer; None: the head is followed by another module.
     """
     freed = step.compute if step.norm_trained else 0  # the tensor that its weight multiplied
-    norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
+    norm = kept + head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
     whole = now["unsharded parameters"]
     if name is not None and (unit := step.by_name.get(name)) is not None and unit.gathered_again:
         whole -= _gathered(step, name)[0] - step.by_name[""].whole
@@ -332,7 +333,7 @@ def _reduction(
         sums_up: whether that shard is added to one that is there.
         freed: whether the gradients are freed before the reduction begins.
     """
-    where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // step.shards
+    where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // unit.shards
     copied = {**now, "reduction buffers": buffer}
     if freed:
         yield Moment("backward", f"{where} (copied)", dict(copied))
@@ -346,7 +347,7 @@ def _reduction(
 
 def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
     """Bytes of a tied table's gradient, which waits for the embedding's; and the moments of the loss's backward."""
-    hidden, weight = _loss_saved(step)
+    hidden, weight = loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
     becomes = weight == gradient and not step.log_probs  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
@@ -354,11 +355,11 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     after, loss = before + gradient - waits, (0 if becomes else weight) + waits
     moments = []
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
-        item = 4 if _chunk(step)[0] < step.tokens else step.compute
+        item = 4 if chunk_of_logits(step)[0] < step.tokens else step.compute
         total = step.vocabulary * step.hidden * item if step.head_trained else 0
         # Where nothing is cast or added to, what chunks add up to is the gradient.
         own = gradient if step.head and step.compute == 4 and not before else 0
-        softmax, slope = _slope_bytes(step, total)
+        softmax, slope = slope_bytes(step, total)
         hidden, after, loss = step.hidden_states, before + own, slope - own
         moments = [Moment("backward", "loss (softmax)", {**now, "loss": softmax, "activations": kept + 2 * hidden})]
     first = {
@@ -378,15 +379,56 @@ def _own_gradients(step: StepMemory, name: str) -> int:
     return sum(unit.unpadded * unit.item for unit in units)
 
 
+def _experts_backward(
+    step: StepMemory,
+    name: str,
+    layer: LayerMemory,
+    now: dict[str, int],
+    kept: int,
+    experts: UnitSize,
+    *,
+    sums_up: bool,
+) -> Iterator[Moment]:
+    """The backward of a layer's experts, which is its first part, and the reduction of their gradients."""
+    earlier, whole = now["unsharded gradients"], now["unsharded parameters"] + experts.whole
+    held = kept + layer.recomputed  # recomputation begins with the experts' backward
+    if experts.shards > 1 and experts.gathered_again:
+        gathered = {"unsharded parameters": whole + experts.reordered, "all-gather buffers": experts.whole}
+        there = {"activations": kept + 2 * step.hidden_states}
+        yield Moment("backward", f"{experts.name} (gather)", {**now, **gathered, **there})
+    dispatch = step.dispatch[name]
+    inside = max((moment.inside for moment in layer.backward), default=0)
+    during = {"unsharded parameters": whole, "activations": held + 2 * step.hidden_states}
+    yield Moment("backward", experts.name, {**now, **during, "attention and exchange": inside})
+    if not experts.trained:
+        return
+    new = experts.unpadded * experts.item
+    # In place where nothing is cast.
+    added = 0 if earlier and step.reduce == step.compute else new
+    there = {"activations": held + 2 * step.hidden_states, "unsharded gradients": earlier + added}
+    yield Moment("backward", f"{experts.name} (gradients)", {**now, **during, **there})
+    rest = held + 2 * step.hidden_states - dispatch.kept()
+    there = {"activations": rest, "unsharded gradients": earlier or new}
+    yield from _reduction(step, {**now, **there}, experts, sums_up=sums_up, freed=True)
+
+
 def _layer_backward(
-    step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
+    step: StepMemory,
+    name: str,
+    layer: LayerMemory,
+    now: dict[str, int],
+    kept: int,
+    gradients: int,
 ) -> Iterator[Moment]:
     unit, earlier, of_others = step.by_name.get(name), now["unsharded gradients"], kept - layer.kept
     if step.shards > 1 and unit is not None and unit.gathered_again:
         # Copied out of its buffer, before the next one is gathered ahead.
         gathered = {"all-gather buffers": unit.whole, "activations": kept + step.hidden_states}
+        gathered["unsharded parameters"] = now["unsharded parameters"] + unit.reordered
         yield Moment("backward", f"{name} (gather)", {**now, **gathered})
-    for where, held, there in layer.backward:
+    for where, held, there, inside in layer.backward:
+        if inside:
+            continue  # it came before
         sizes = {"unsharded gradients": earlier + min(gradients, there), "activations": of_others + held}
         yield Moment("backward", f"{name} ({where})", {**now, **sizes})
     end = {"unsharded gradients": earlier + gradients, "activations": of_others + 2 * step.hidden_states}
@@ -402,47 +444,3 @@ def _optimizer(step: StepMemory) -> Moment:
     if step.on_device:
         now["optimizer"] = now.get("optimizer", 0) + step.update
     return Moment("optimizer", "step", now)
-
-
-def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
-
-    Heads are dealt out over ``tp``; each rank keeps at least one. A layer with a sliding window keeps that many tokens
-    at most. A layer without attention keeps none; its state, of a fixed size, is not counted. Latent attention caches
-    the expanded keys and values, as transformers does.
-    """
-    config = model.config.get_text_config()
-    kinds, windows = layer_kinds(config), layer_windows(config)
-    total = 0
-    for number, layer in attention_layers(config).items():
-        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
-        if heads:
-            tokens = min(length, windows[kinds[number]] or length)
-            total += -(-heads // tp) * sum(head_widths(layer)) * tokens
-    return total * rows * item_bytes(dtype)
-
-
-def rollout_moments(engine: Engine, config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
-    """What is allocated while weights go to the engine, and while it generates; of a server, the trainer's side alone.
-
-    Prompts are taken to be as long as ``data.seq_len`` lets them, and every response to be cut. Their activations are
-    those of one layer without gradients, where a formula describes it.
-    """
-    weights = engine_bytes(engine, model)
-    largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(engine.dtype)
-    rest = at_rest(step)
-    embedded = {"engine": weights} if weights else {}
-    buckets = {"weight buckets": 2 * engine.bucket_bytes + largest}
-    sync = Moment("sync", "a bucket loads, the next is gathered", {**rest, **embedded, **buckets})
-    if not weights:
-        return [sync]
-    responses = -(-config.train.global_batch_size * engine.updates // step.plan.sizes.world_size) * engine.tp
-    if config.eval.every:  # an evaluation may ask more prompts than a step does
-        responses = engine.batch_size
-    rows = min(engine.batch_size, responses)
-    cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=engine.tp, dtype=engine.dtype)
-    full = replace(step.plan, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
-    layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - engine.max_new_tokens))
-    prompts = 0 if None in layers else max(layer.forward for layer in layers if layer is not None)
-    generate = {**({} if engine.sleeps else rest), **embedded, "KV cache": cache, "activations": prompts}
-    return [sync, Moment("generate", "the prompts", generate)]

@@ -44,6 +44,8 @@ def figures(plan: Estimate) -> Iterator[str]:
     yield plan.line()
     if warning := plan.warning():
         yield warning
+    if plan.dispatch is not None:
+        yield str(plan.dispatch)
     if plan.reduction is not None:
         yield str(plan.reduction)
     if plan.untimed:
@@ -133,8 +135,9 @@ def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfi
         length = best.values.get("data.seq_len", config.data.seq_len)
         return [f"longest: {length:,} tokens a row fit; {best.estimate.line()}"]
     if name == "fit" and not best.values and best.world_size == world_size:
-        return [f"fit: it fits as it is; {best.estimate.line()}"]
-    first = f"fit: {as_overrides(best)}{_ranks(best, world_size)}"
+        first = f"fit: it fits as it is; {best.estimate.line()}"
+    else:
+        first = f"fit: {as_overrides(best)}{_ranks(best, world_size)}"
     if name == "sweep" and best.estimate.speed is not None:
         first = f"sweep: fastest of what fits, {tokens_per_second(best.estimate)} tokens/s: {as_overrides(best)}"
     elif name == "sweep":
@@ -182,6 +185,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "disk": plan.disk,
         "collectives": [asdict(one) for one in plan.collectives],
         "reduction": None if plan.reduction is None else asdict(plan.reduction),
+        "dispatch": None if plan.dispatch is None else asdict(plan.dispatch),
         "speed": None if plan.speed is None else asdict(plan.speed),
         "activations_from": plan.activations_from,
         "crossings": list(plan.crossings),

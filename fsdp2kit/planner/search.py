@@ -32,6 +32,8 @@ class Option:
     """How to say it to a user."""
     saves: str
     """ "activations" or "state"."""
+    of_mixtures: bool = False
+    """Whether only mixtures of experts take it."""
 
 
 def options(config: TrainingConfig) -> list[Option]:
@@ -39,12 +41,15 @@ def options(config: TrainingConfig) -> list[Option]:
     fsdp, section = config.fsdp, config.activation_checkpointing
     found: list[Option] = []
 
-    def add(saves: str, values: Values, words: str = "", note: str = "") -> None:
+    def add(saves: str, values: Values, words: str = "", note: str = "", of_mixtures: bool = False) -> None:
         key, value = next(iter(values.items()))
-        found.append(Option(values, words or f"{key} = {json.dumps(value)}{note}", saves))
+        found.append(Option(values, words or f"{key} = {json.dumps(value)}{note}", saves, of_mixtures))
 
     if config.train.micro_batch_size > 1:
         add("activations", {"train.micro_batch_size": 1})
+    for ep in (8, 4, 2):
+        if ep > config.mesh.ep:
+            add("activations", {"mesh.ep": ep}, of_mixtures=True)
     if section.mode == "none" and not config.model.liger:  # which is refused beside "selective"
         add("activations", {"activation_checkpointing.mode": "selective"}, note=', then "full"')
     if section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger):
@@ -91,7 +96,8 @@ def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 
             return "mesh.cp" in values
         return True
 
-    words = [option.words for option in options(config) if option.saves == saves and is_taken(option.values)]
+    known = [option for option in options(config) if option.saves == saves and not option.of_mixtures]
+    words = [option.words for option in known if is_taken(option.values)]
     if saves == "state":
         words.append("more ranks, over which everything is sharded")
     return words[:most]
@@ -137,11 +143,12 @@ class Search:
         with as many times the global batch where the given one cannot be dealt out.
 
         Returns:
-            One candidate without changes if the config fits as it is; none if nothing that was tried fits.
+            If the config fits as it is, first one without changes, then with experts dealt out where that is faster;
+            none if nothing that was tried fits.
         """
         as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))
         if as_it_is.estimate.fits:
-            return [as_it_is]
+            return [as_it_is, *self._faster_mixtures(as_it_is.estimate)]
         single = [candidate for option in options(self.config) if (candidate := self.attempt(option.values))]
         if fitting := [candidate for candidate in single if candidate.estimate.fits]:
             return fitting[:most]
@@ -158,6 +165,16 @@ class Search:
                         changes, found = fewer, without
                 return [found]
         return []
+
+    def _faster_mixtures(self, given: Estimate) -> list[Candidate]:
+        """Other values of ``mesh.ep`` that fit and take less time than ``given``, the fastest first."""
+        found: list[tuple[float, Candidate]] = []
+        for option in options(self.config):
+            one = self.attempt(option.values) if option.of_mixtures else None
+            if one is not None and one.estimate.fits and one.estimate.speed is not None and given.speed is not None:
+                found.append((one.estimate.speed.low.overlapped, one))
+        faster = [pair for pair in found if given.speed is not None and pair[0] < given.speed.low.overlapped]
+        return [one for _, one in sorted(faster, key=lambda pair: pair[0])]
 
     def sweep(self) -> Iterator[Candidate]:
         """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,9 +17,11 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
 from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.optim.build import state_sizes, update_bytes
-from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit
+from fsdp2kit.parallel.expert_parallel.exchange import shares
+from fsdp2kit.parallel.fsdp import Unit, ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, rank_tokens
+from fsdp2kit.planner.dispatch import Dispatch, dispatches, with_load
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys of models' configs (Gemma 2, RecurrentGemma, xLSTM)."""
@@ -27,9 +29,16 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_c
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
+    """One FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over.
+
+    Experts that are dealt out count on the rank with the most of them.
+    """
 
     name: str
+    shards: int
+    """Ranks that it is sharded over."""
+    experts: bool
+    """Whether these are experts that are dealt out."""
     whole: int
     """Bytes of the gathered parameters; those in 4 bits stay in 4 bits."""
     trained: int
@@ -44,6 +53,11 @@ class UnitSize:
     """Bytes of a rank's shard of each gradient."""
     reshard: bool | int
     gathers_in_backward: bool
+    reordered: int
+    """Bytes of ``whole`` in parameters that are sharded over another dimension than rows.
+
+    A gather copies them once more, into the order of the whole parameter.
+    """
 
     @property
     def gathered_again(self) -> bool:
@@ -64,34 +78,72 @@ def padded_elements(parameter: nn.Parameter, shards: int) -> int:
     return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Elements of one parameter on a rank, where it is gathered."""
+
+    whole: int
+    """With padding."""
+    unpadded: int
+    is_reordered: bool
+    """Whether it is sharded over another dimension than rows."""
+
+
+def _held(name: str, parameter: nn.Parameter, unit: Unit, plan: ParallelPlan, shards: int) -> _Held:
+    """What a rank gathers of a parameter of ``unit``, which is sharded over ``shards`` ranks."""
+    if unit.experts:
+        own = parameter.numel() // len(parameter) * shares(len(parameter), plan.sizes.ep)[0]
+        return _Held(own, own, shards > 1)
+    if name in unit.by_side:
+        return _Held(parameter.numel(), parameter.numel(), True)
+    return _Held(padded_elements(parameter, shards), parameter.numel(), False)
+
+
+def held_by_parameter(model: PreTrainedModel, plan: ParallelPlan) -> dict[nn.Parameter, int]:
+    """Elements of a rank's shard of each parameter that is not sharded by rows, or over fewer ranks."""
+    found, names = {}, {parameter: name for name, parameter in model.named_parameters()}
+    ranks = shard_ranks(plan.fsdp, plan.sizes)
+    for unit in plan.units:
+        inside = (
+            model.get_submodule(unit.name).parameters() if unit.experts else map(model.get_parameter, unit.by_side)
+        )
+        shards = ranks // plan.sizes.ep if unit.experts else ranks
+        found |= {one: _held(names[one], one, unit, plan, shards).whole // shards for one in inside}
+    return found
+
+
 def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     """The plan's units in its order, the root first."""
-    shards, storage = shard_ranks(plan.fsdp, plan.sizes), item_bytes(plan.fsdp.storage_dtype)
-    names, kept = [unit.name for unit in plan.units], {name: unit.name for unit in plan.units for name in unit.kept}
-    inside = parameters_by_unit(model, names, ignored=ignored_modules(plan.fsdp, model), kept=kept)
+    ranks, storage = shard_ranks(plan.fsdp, plan.sizes), item_bytes(plan.fsdp.storage_dtype)
+    units, kept = [unit.name for unit in plan.units], {name: unit.name for unit in plan.units for name in unit.kept}
+    inside = parameters_by_unit(model, units, ignored=ignored_modules(plan.fsdp, model), kept=kept)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     in_4_bits = {}  # bytes of parameters that are stored and gathered so
     for layer in map(model.get_submodule, plan.nf4.names if plan.nf4 is not None else ()):
         assert isinstance(layer, nn.Linear), "those are the layers that `plan_nf4` chooses"
-        in_4_bits[layer.weight] = padded_elements(NF4Linear(layer, layer.weight.dtype).nf4, shards)
+        in_4_bits[layer.weight] = padded_elements(NF4Linear(layer, layer.weight.dtype).nf4, ranks)
     sizes = []
     for unit in plan.units:
-        item = item_bytes(unit.param_dtype)
+        item, shards = item_bytes(unit.param_dtype), ranks // plan.sizes.ep if unit.experts else ranks
         updated = item if unit.kept else storage  # parameters that stay in float32 are stored in float32
-        padded = {parameter: padded_elements(parameter, shards) for parameter in inside[unit.name]}
-        trained = [parameter for parameter in padded if parameter.requires_grad]
+        held = {one: _held(names[one], one, unit, plan, shards) for one in inside[unit.name]}
+        trained = {parameter: size for parameter, size in held.items() if parameter.requires_grad}
         # Parameters frozen beside adapters are stored in the dtype in which they compute (`apply_fsdp`).
-        stored = {p: updated if p.requires_grad or plan.adapter is None else item for p in padded}
+        stored = {p: updated if p.requires_grad or plan.adapter is None else item for p in held}
         sizes.append(
             UnitSize(
                 name=unit.name,
-                whole=sum(in_4_bits.get(p, size * item) for p, size in padded.items()),
-                trained=sum(padded[parameter] for parameter in trained),
-                unpadded=sum(parameter.numel() for parameter in trained),
+                shards=shards,
+                experts=unit.experts,
+                whole=sum(in_4_bits.get(p, size.whole * item) for p, size in held.items()),
+                trained=sum(size.whole for size in trained.values()),
+                unpadded=sum(size.unpadded for size in trained.values()),
                 item=item,
-                shard_sizes=tuple(in_4_bits.get(p, size * stored[p]) // shards for p, size in padded.items()),
-                gradient_sizes=tuple(padded[parameter] // shards * updated for parameter in trained),
+                shard_sizes=tuple(in_4_bits.get(p, size.whole * stored[p]) // shards for p, size in held.items()),
+                gradient_sizes=tuple(size.whole // shards * updated for size in trained.values()),
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
+                reordered=sum(size.whole * item for size in held.values() if size.is_reordered),
             )
         )
     return sizes
@@ -138,6 +190,8 @@ class StepMemory:
     """
     beside: dict[str, int]
     """Bytes that stay beside the model throughout, by category: a frozen reference, an embedded engine."""
+    dispatch: dict[str, Dispatch]
+    """Experts that are dealt out, by the name of their decoder layer."""
 
     @functools.cached_property
     def by_name(self) -> dict[str, UnitSize]:
@@ -155,6 +209,7 @@ class StepMemory:
 
     @property
     def shards(self) -> int:
+        """Ranks that all is sharded over but experts that are dealt out."""
         return shard_ranks(self.plan.fsdp, self.plan.sizes)
 
     @property
@@ -192,7 +247,7 @@ def step_memory(
     beside = dict(needs.beside)
     if needs.reference and not (config.trains_adapter and config.model.adapter is None):  # stored as it computes
         offloaded = plan.fsdp.offload == "params" and plan.device_type != "cpu"
-        beside["reference"] = ignored + (0 if offloaded else sum(unit.whole for unit in units) // shards)
+        beside["reference"] = ignored + (0 if offloaded else sum(unit.whole // unit.shards for unit in units))
     if needs.engine is not None and not needs.engine.sleeps:
         beside["engine"] = engine_bytes(needs.engine, model)
     elsewhere = {parameter for module in (*blocks, embedding, head) for parameter in module.parameters()}
@@ -214,12 +269,28 @@ def step_memory(
         storage=storage,
         reduce=item_bytes(plan.fsdp.reduce_dtype),
         compute=compute,
-        state_sizes=state_sizes(config.optimizer, model, shards=shards, item_bytes=storage),
+        state_sizes=state_sizes(
+            config.optimizer, model, shards=shards, item_bytes=storage, held=held_by_parameter(model, plan)
+        ),
         update=update_bytes(config.optimizer, model, shards=shards),
         ignored=ignored,
         log_probs=needs.log_probs,
         beside=beside,
+        dispatch=dispatches(model, plan, tokens=tokens),
     )
+
+
+def under_load(step: StepMemory, load: float = 1) -> StepMemory:
+    """``step`` with what exchanges of experts' tokens hold, where this rank's experts receive ``load`` times as many.
+
+    Args:
+        step: with its layers as they were counted.
+    """
+    layers = [
+        (name, with_load(layer, step.dispatch[name], load) if name in step.dispatch else layer)
+        for name, layer in step.layers
+    ]
+    return replace(step, layers=layers)
 
 
 def engine_bytes(engine: Engine, model: PreTrainedModel) -> int:

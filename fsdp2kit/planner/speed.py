@@ -94,7 +94,7 @@ def own_share(
     config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, *, mfu: float
 ) -> PeakShare:
     """The share with which the planned step, with communication and recomputation, has the measured ``mfu``."""
-    waits, low, high = _waits(sent, device), 0.0, 1.0
+    waits, low, high = _waits(step, sent, device), 0.0, 1.0
     most = _pace(config, step, waits, device, high).mfu
     if most < mfu:
         what = f"{mfu:.0%} cannot be: at the device's whole peak this plan's step has an MFU of {most:.0%}"
@@ -160,7 +160,7 @@ def estimate_speed(
     ]
     if config.optimizer.name == "muon":
         assumptions.append("Muon's own matmuls and exchanges take no time")
-    waits = _waits(sent, device)
+    waits = _waits(step, sent, device)
     return Speed(
         share=share,
         low=_pace(config, step, waits, device, share.low),
@@ -170,11 +170,16 @@ def estimate_speed(
     )
 
 
-def _waits(sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], float]:
-    """Seconds of communication by phase and unit."""
+def _waits(step: StepMemory, sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], float]:
+    """Seconds of communication by phase and unit.
+
+    Experts are gathered while their layer computes; it waits for their exchanges, which are entries of their own.
+    """
     waits: dict[tuple[str, str], float] = {}
+    layers = {unit.name: name for name, _ in step.layers for unit in step.units if unit.name.startswith(f"{name}.")}
     for one in sent:
-        key = (one.phase, one.unit)
+        name = layers[one.unit] if one.dim == "expert shard" else one.unit
+        key = (one.phase, f"{name}: exchanges" if one.dim == "expert" else name)
         waits[key] = waits.get(key, 0.0) + seconds_of([one], device)
     return waits
 
@@ -200,7 +205,7 @@ def _pace(
     assert device.peak_flops is not None, "a device whose peak is known"
     computes = _computing(config, step, device, device.peak_flops * share)
     # AdamW reads parameter, gradient and two moments, and writes all but the gradient.
-    update = 7 * sum(unit.trained for unit in step.units) / step.shards * step.storage / device.memory_bandwidth
+    update = 7 * sum(unit.trained / unit.shards for unit in step.units) * step.storage / device.memory_bandwidth
     if not step.state_on_device:  # brought from the host and taken back
         update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
     # Not a set: its order, and so the last digit of a sum, changes from one process to the next.

@@ -260,8 +260,10 @@ def test_the_smallest_world_is_the_first_that_is_accepted(strategy: str, tp: int
     fixed = {"recipe": "grpo", "model": {"path": "gpt2"}, "reward": [{"function": "a:b"}], "data": {"path": "x"}}
     fixed |= {"rollout": {"tp": tp, "n": 2}, "train": {"steps": 1, "global_batch_size": 64}}
 
-    for replicate, shard, cp in itertools.product(("auto", 1, 2), ("auto", 1, 2), (1, 2)):
-        mesh = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
+    for replicate, shard, cp, ep in itertools.product(
+        ("auto", 1, 2), ("auto", 1, 2), (1, 2), (1, 4)[: 3 - min(tp, 2)]
+    ):
+        mesh = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "ep": ep}
         config = RLConfig.model_validate({**fixed, "mesh": mesh, "fsdp": {"strategy": strategy}})
         accepted = [world for world in range(1, 33) if refusal(config, ranks=world) is None]
         if accepted:
@@ -269,4 +271,4 @@ def test_the_smallest_world_is_the_first_that_is_accepted(strategy: str, tp: int
         else:
             said = refusal(config, ranks=smallest_world(config))
             assert said
-            assert said.where in ("mesh.dp_shard", "mesh.dp_replicate", "rollout.tp"), said
+            assert said.where in ("mesh.dp_shard", "mesh.dp_replicate", "mesh.ep", "rollout.tp"), said

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.model import flops
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
+from fsdp2kit.planner.devices import find_device
+from tests.planner.models import QWEN3_30B, config_of, planned, small
 
 # 2 layers, hidden 32, 4 heads of 8, 2 key-value heads of 8, MLP 48, vocabulary 64.
 TINY = {
@@ -117,6 +119,14 @@ def test_experts_count_by_the_share_a_token_visits(
     model_type: str, overrides: dict[str, Any], parameters: int
 ) -> None:
     assert count_model_flops(model_on_meta(model_type, **overrides)).parameters == parameters + HEAD
+
+
+def test_dealing_experts_out_changes_no_flops() -> None:
+    """The counts that MFU takes are the plan's, of the whole model."""
+    found = [planned(config_of(small(QWEN3_30B), mesh={"ep": ep}), device=find_device("h100")) for ep in (1, 4)]
+    mfus = [one.speed.low.mfu * one.speed.low.overlapped for one in found if one.speed is not None]
+    assert len(mfus) == 2
+    assert mfus[0] == pytest.approx(mfus[1], rel=1e-9)
 
 
 def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,25 @@ MIXTRAL = {
     "num_key_value_heads": 8,
     "num_local_experts": 8,
 }
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 REAL = {"llama1b": LLAMA_1B, "llama8b": LLAMA_8B, "llama70b": LLAMA_70B, "qwen3": QWEN3_8B, "mixtral": MIXTRAL}
 
 
 def small(model: dict[str, Any], *, layers: int = 2, by: int = 16) -> dict[str, Any]:
     """A scaled-down copy: as many heads of each kind, every width divided by ``by``, few layers."""
-    widths = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    widths = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim")
     narrow = {name: max(8, model[name] // by) for name in widths if name in model}
     return {**model, **narrow, "num_hidden_layers": layers}
 

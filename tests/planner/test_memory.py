@@ -23,7 +23,8 @@ from fsdp2kit.planner import activations
 from fsdp2kit.planner.allocations import by_category
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.planner.memory import Moment, kv_cache_bytes
+from fsdp2kit.planner.memory import Moment
+from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
 from tests.planner.models import (
@@ -32,6 +33,7 @@ from tests.planner.models import (
     LLAMA_70B,
     MIXTRAL,
     QWEN3_8B,
+    QWEN3_30B,
     REAL,
     config_of,
     planned,
@@ -90,6 +92,8 @@ def checkpointing(mode: str, every: int = 1) -> dict[str, Any]:
 
 LONG = {"data": {"seq_len": 4096}}
 SHORT = {"data": {"seq_len": 256}}
+EXPERTS = {"data": {"seq_len": 1024}}
+ZERO_2 = {"strategy": "shard_grad_op", "reduce_dtype": "bfloat16"}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "llama, full_shard, none": (small(LLAMA_8B), 8, {**SHORT, **checkpointing("none")}),
     "llama, long, full": (small(LLAMA_8B), 8, {**LONG, **checkpointing("full"), "rows": 16}),
@@ -179,6 +183,28 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     # Half of the ranks have no expert's rows: shards and buffers are padded, gradients are not.
     "mixtral, more ranks than experts": (small(MIXTRAL, layers=3), 16, {**SHORT, **checkpointing("full")}),
     "mixtral, ulysses over 8": (small(MIXTRAL, layers=3), 16, {**LONG, "mesh": {"cp": 8}}),
+    "experts dealt out over 2, full": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("full"), "ep": 2}),
+    "experts dealt out over 4": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("none"), "ep": 4}),
+    "experts dealt out over 8, of one rank each": (
+        small(QWEN3_30B, layers=3),
+        8,
+        {**EXPERTS, **checkpointing("selective"), "ep": 8},
+    ),
+    "uneven experts, accumulated": (
+        {**small(QWEN3_30B, layers=3), "num_experts": 30},
+        8,
+        {**EXPERTS, **checkpointing("full"), "rows": 16, "ep": 4},
+    ),
+    "experts, ZeRO-2, reduced in bfloat16": (
+        small(QWEN3_30B, layers=3),
+        8,
+        {**EXPERTS, **checkpointing("full"), "ep": 2, "fsdp": ZERO_2},
+    ),
+    "experts, hybrid, accumulated": (
+        small(QWEN3_30B, layers=3),
+        8,
+        {**EXPERTS, "rows": 16, "mesh": {"dp_replicate": 2}, "fsdp": {"strategy": "hybrid_shard"}, "ep": 2},
+    ),
     "short rows beside wide layers": (
         small(LLAMA_70B, layers=4, by=8),
         8,
@@ -193,6 +219,7 @@ DEFAULT = (
     "no_shard",
     "granite, its own head",
     "llama, ulysses over 2",
+    "experts dealt out over 2, full",
 )
 OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name in CASES if name not in DEFAULT]
 
@@ -200,6 +227,8 @@ OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name i
 @pytest.mark.parametrize("name", [*DEFAULT, *OTHERS])
 def test_formulae_agree_with_the_trace(name: str) -> None:
     model, ranks, sections = CASES[name]
+    sections = {**sections, "mesh": {**sections.get("mesh", {}), "ep": sections.get("ep", 1)}}
+    sections.pop("ep", None)
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
 
 

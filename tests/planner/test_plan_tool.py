@@ -16,9 +16,10 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.planner import estimate as module
 from fsdp2kit.planner import report
 from fsdp2kit.planner.devices import DEVICES, find_device
-from fsdp2kit.planner.memory import kv_cache_bytes, step_moments
+from fsdp2kit.planner.memory import step_moments
+from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.search import Candidate, Search, changed, options
-from tests.planner.models import LLAMA_8B, LLAMA_70B, config_of, planned
+from tests.planner.models import LLAMA_8B, LLAMA_70B, QWEN3_30B, config_of, planned
 from tools import plan as tool
 
 TOML = """
@@ -89,6 +90,23 @@ def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixtu
     assert all(one["fits"] for one in proposed)
     # One is not enough, and the two cheapest are.
     assert proposed[0]["values"] == {"train.micro_batch_size": 1, "activation_checkpointing.mode": "selective"}
+
+
+@pytest.mark.full
+def test_experts_are_dealt_out_where_that_fits_or_is_faster(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = toml({**QWEN3_30B, "num_hidden_layers": 12, "vocab_size": 32000})
+    given = (path, "--world-size", "8", "--fit", "data.seq_len=4096", "activation_checkpointing.mode=full")
+    alone = json.loads(run(capsys, *given, "--device-memory", "70", "--json", "mesh.ep=8")[1])
+    gathered = json.loads(run(capsys, *given, "--device-memory", "70", "--json")[1])
+    assert gathered["dispatch"] is None
+    assert alone["dispatch"]["rows"] == 4096 * 8
+    middle = (alone["needed"] + gathered["needed"]) / 2 / 2**30
+    found = json.loads(run(capsys, *given, "--device-memory", str(middle), "--json")[1])
+    assert {"mesh.ep": 8} in [one["values"] for one in found["fit"]]
+    # Over four nodes all that is gathered crosses them; experts that are dealt out within a node do less.
+    first, second, *_ = run(capsys, *given, "--device", "h100", "--world-size", "32")[1].splitlines()
+    assert first.startswith("fit: it fits as it is; ")
+    assert second.startswith("  or mesh.ep=8: ")
 
 
 @pytest.mark.full

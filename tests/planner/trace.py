@@ -30,10 +30,12 @@ from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
+from fsdp2kit.parallel.expert_parallel.experts import routed_experts, routed_experts_backward
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.allocations import Allocations, by_category
+from fsdp2kit.planner.dispatch import even_rows
 from fsdp2kit.torch_compat import (
     FakeTensorMode,
     accumulated_gradients,
@@ -153,6 +155,7 @@ def trace_step(
         with (
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
             StepAllocations(fake, vocabulary=vocabulary) as allocations,
+            _even_routing(),
         ):
             materialize(model, device=torch.device("cpu"))
             optimizer = build_optimizer(config.optimizer, model)
@@ -199,7 +202,9 @@ def _mark_gradients(allocations: StepAllocations, model: Any, name: str) -> None
 
 
 def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) -> None:
-    allocations.mark((p for p in model.parameters() if hasattr(p, "device_mesh")), "parameters")
+    # Gathered, experts that are dealt out still are DTensors, over the ranks that they are dealt out over.
+    meshes = ((p, p.device_mesh.mesh_dim_names) for p in model.parameters() if hasattr(p, "device_mesh"))
+    allocations.mark((p for p, dims in meshes if "shard" in dims), "parameters")
     allocations.mark(model.buffers(), "buffers")
     allocations.mark((p.grad for p in model.parameters() if hasattr(p.grad, "device_mesh")), "gradients")
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
@@ -214,6 +219,29 @@ def _inputs(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, 
     if plan.attention.kernel != VARLEN:
         del inputs["position_ids"]  # transformers would look into them for the borders of documents
     return inputs
+
+
+@contextlib.contextmanager
+def _even_routing() -> Iterator[None]:
+    """On fake tensors, experts that are dealt out get as many tokens as in an even routing."""
+
+    def forward(hidden: Tensor, index: Tensor, _weights: Any, parameters: list[Tensor], number: int, *_: Any) -> Any:
+        rows, width = even_rows(index, len(parameters[0]), number), parameters[0].shape[1]
+        received, projected = (hidden.new_empty(rows, size) for size in (hidden.shape[1], width))
+        return torch.empty_like(hidden), received, projected, index.new_empty(1)
+
+    def backward(grad: Tensor, _index: Any, weights: Tensor, _saved: Any, parameters: list[Tensor], *_: Any) -> Any:
+        return [torch.empty_like(one) for one in (grad, weights, *parameters)]
+
+    operators: Any = {routed_experts: forward, routed_experts_backward: backward}
+    before = {operator: operator._abstract_fn for operator in operators}
+    for operator, function in operators.items():
+        operator._abstract_fn = function
+    try:
+        yield
+    finally:
+        for operator, function in before.items():
+            operator._abstract_fn = function
 
 
 @contextlib.contextmanager

@@ -123,6 +123,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(index, weights, *output[1:], *parameters)
     ctx.wanted = [parameter.requires_grad for parameter in parameters]
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or zeros would be made for what is only kept
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:

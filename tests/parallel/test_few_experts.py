@@ -1,0 +1,98 @@
+"""Fewer experts than ranks: each rank holds a part of every expert, and none holds padding."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit import distributed
+from fsdp2kit.distributed import local_part
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
+from tests.parallel.jobs import Case, run_cases
+from tests.planner.models import MIXTRAL, config_of, planned, rl_config, small
+from tests.reference import DEMO, beyond, demo_model_dir, make_batches, tiny_model_dir
+from tests.test_elastic import losses, run_and_record
+from tests.workers import WorkerPool
+
+CASES = [
+    Case("mixtral_few", 4, 1, 1),
+    Case("mixtral_few", 2, 2, 1, checkpointing="full"),
+    Case("mixtral_few", 4, 1, 1, (("strategy", "shard_grad_op"),), checkpointing="selective"),
+]
+
+
+def held_on_this_rank(folder: Path, case: Case) -> dict[str, int]:
+    """Elements of this rank's shard of each parameter of experts."""
+    sharded = Sharded(case.config(folder, steps=1, rows=4), world=distributed.start())
+    return {name: local_part(p).numel() for name, p in sharded.model.named_parameters() if p.ndim == 3}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_the_plain_loop(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir(case.kind, tmp_path)
+    exact, other = (plain_loop(path, make_batches(), lr=1e-3, micro_batch_size=size) for size in (4, 1))
+    found = pool.run(case.world, run_cases, tmp_path, [case])[0][0]
+    assert found.gradients.keys() == exact.gradients.keys()
+    assert not beyond(errors(found, exact), errors(other, exact))
+
+
+@pytest.mark.full
+def test_every_rank_holds_as_much(pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir("mixtral_few", tmp_path)
+    first, *others = pool.run(4, held_on_this_rank, tmp_path, Case("mixtral_few", 4, 1, 1))
+    assert first
+    assert all(sizes == first for sizes in others)
+    assert all(size > 0 for size in first.values())
+
+
+def test_the_plan_has_no_padding() -> None:
+    """Eight experts take as much of 16 ranks as of 8, but not where they go to an engine, in rows."""
+    eight, sixteen = (planned(config_of(small(MIXTRAL), ranks=ranks), ranks=ranks) for ranks in (8, 16))
+    whole = [plan.peaks["save"].bytes["parameters"] * ranks for plan, ranks in ((eight, 8), (sixteen, 16))]
+    assert whole[1] == pytest.approx(whole[0], rel=1e-3)
+    rewards = {
+        "reward": [{"function": "a:b"}],
+        "data": {"path": "x", "seq_len": 512},
+        "train": {"global_batch_size": 32},
+    }
+    padded = planned(rl_config(small(MIXTRAL), **rewards), ranks=16).peaks["save"].bytes["parameters"] * 16
+    assert padded > 1.5 * whole[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit", "muon"])
+def test_resumes_on_a_mesh_where_they_are_sharded_by_rows(optimizer: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Saved by four ranks, resumed by two and by one, and the other way round."""
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    demo_model_dir(tmp_path / "model", kind="mixtral_few")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f"""
+        recipe = "sft"
+        model.path = "{tmp_path / "model"}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 6, global_batch_size = 4 }}
+        optimizer = {{ name = "{optimizer}", lr = 2e-4 }}
+        checkpoint = {{ every = 3, keep = 9 }}
+        wandb.mode = "disabled"
+        """,
+        encoding="utf-8",
+    )
+
+    def run(size: int, directory: Path, overrides: Sequence[str] = ()) -> list[float]:
+        pool.run(size, run_and_record, str(toml), [f"run.dir='{directory}'", *overrides])
+        return losses(directory)
+
+    straight = {size: run(size, tmp_path / f"straight-{size}") for size in (4, 2)}
+    assert worst_relative(straight[2], straight[4]) < 1e-5
+    for saved, resumed in ((4, 2), (4, 1), (2, 4)):
+        directory, checkpoint = tmp_path / f"{saved}-{resumed}", Path("checkpoints") / "step-000003"
+        shutil.copytree(tmp_path / f"straight-{saved}" / checkpoint, directory / checkpoint)
+        assert worst_relative(run(resumed, directory), straight[saved][3:]) < 1e-5

@@ -1,0 +1,65 @@
+"""What experts that are dealt out hold inside their operator: the forms against its code on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2kit import distributed
+from fsdp2kit.parallel.expert_parallel import exchange
+from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
+from fsdp2kit.planner.allocations import Allocations
+from fsdp2kit.planner.dispatch import IMBALANCE, Dispatch
+from tests.workers import WorkerPool
+
+TOKENS, VISITED, EXPERTS, HIDDEN, WIDTH = 512, 2, 8, 64, 96
+
+
+def gated(projected: Tensor) -> Tensor:
+    """As Qwen3's experts."""
+    gate, up = projected.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def peak_of_forward(ranks: int) -> tuple[int, int]:
+    """Bytes that a rank's operator holds at most in forward, where routing is even, and bytes of its experts."""
+    distributed.start()
+    group: Any = dist.group.WORLD
+    kind = ExpertKind("of a test", gated, is_transposed=False, has_bias=False)
+    register_kind(kind)
+    held = exchange.shares(EXPERTS, ranks)[dist.get_rank()]
+    parameters = [torch.randn(held, 2 * WIDTH, HIDDEN), torch.randn(held, HIDDEN, WIDTH)]
+    hidden, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, VISITED)
+    index = torch.arange(TOKENS * VISITED).view(TOKENS, VISITED) % EXPERTS
+    with Allocations() as allocations:
+        allocations.mark([hidden, index, weights, *parameters], "given")
+        allocations.start()
+        routed_experts._init_fn(hidden, index, weights, parameters, EXPERTS, kind.name, group.group_name)
+        peak = sum(size for one, size in allocations.peak() if one.category != "given")
+    return peak, sum(parameter.nbytes for parameter in parameters)
+
+
+@pytest.mark.full
+def test_the_operator_holds_what_the_plan_says_and_a_rank_its_share_of_experts(pool: WorkerPool) -> None:
+    whole = EXPERTS * 3 * WIDTH * HIDDEN * 4
+    for ranks in (1, 2, 4):
+        held = -(-EXPERTS // ranks)
+        planned = Dispatch(TOKENS * VISITED, EXPERTS, held, ranks, HIDDEN, 2 * WIDTH, WIDTH, 4)
+        assert planned.rows() == TOKENS * VISITED
+        for peak, of_experts in pool.run(ranks, peak_of_forward, ranks):
+            assert of_experts == whole // ranks
+            if ranks > 1:  # alone it exchanges nothing
+                assert planned.kept() + planned.forward() == pytest.approx(peak, rel=0.15)
+
+
+def test_another_load() -> None:
+    """A rank receives no more than all pairs of all ranks, however uneven the routing."""
+    even = Dispatch(pairs=60, experts=6, held=2, ranks=4, hidden=8, projected=4, activated=2, item=2)
+    assert even.rows() == 80  # two of six experts, of four ranks' pairs
+    assert even.rows(IMBALANCE) == 160
+    assert even.rows(10) == 240
+    assert even.kept(IMBALANCE) == 2 * even.kept() == 2 * 80 * 12 * 2
