@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from fsdp2kit.bench.experts import bench_experts
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
@@ -82,6 +83,18 @@ def test_convert_measures_every_way(pool: WorkerPool) -> None:
     assert all(row["seconds"]["median"] > 0 for row in result["rows"])
     # The kernel copies, so a copy takes no memory of the process.
     assert all(row["peak_bytes"] > 0 for row in result["rows"] if row["name"] != "copy")
+
+
+@pytest.mark.full
+def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
+    tiny: Any = {"experts": 4, "visited": 2, "hidden": 32, "width": 32, "layers": 1, "tokens": 32, "rounds": 2}
+    (alone,) = pool.run(1, last_result, bench_experts, **tiny)
+    assert [row["name"] for row in alone["rows"]] == ["fsdp2kit", "transformers, grouped_mm", "transformers, eager"]
+    assert max(row["gradients_differ_by"] for row in alone["rows"]) < 1e-5
+    together, _ = pool.run(2, last_result, bench_experts, **tiny)
+    assert_has_provenance(together, ranks=2)
+    assert together["checks"] == {"losses_agree": True}
+    assert together["rows"][0]["times_as_fast"]["ratio"] > 0
 
 
 @pytest.mark.full

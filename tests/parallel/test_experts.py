@@ -206,6 +206,7 @@ def test_checkpoints_fit_any_ep(optimizer: str, pool: WorkerPool, toml: Path, tm
     ("kind", "options", "message"),
     [
         ("llama", {}, r"mesh.ep: 2, but LlamaForCausalLM has no experts"),
+        ("jetmoe", {"num_hidden_layers": 2}, r"mesh.ep: 2, but JetMoeForCausalLM has no experts that transformers'"),
         ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}, r"2 ranks for 1 experts.*use 1"),
     ],
 )

@@ -41,13 +41,17 @@ class Routing:
 
     def to_experts(self, pairs: Tensor) -> Tensor:
         """From sorted pairs ``[T·K, …]`` to the rows of this rank's experts ``[R, …]``, sorted by expert."""
+        if self.group.size() == 1:
+            return pairs
         return self._exchange(pairs, self.sent, self._received)[self._by_expert(pairs.device)]
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """From rows of this rank's experts ``[R, …]`` back to its pairs ``[T·K, …]``, in the order of its tokens."""
-        ordered = torch.empty_like(rows)
-        ordered[self._by_expert(rows.device)] = rows
-        sorted_pairs = self._exchange(ordered, self._received, self.sent)
+        sorted_pairs = rows
+        if self.group.size() > 1:
+            ordered = torch.empty_like(rows)
+            ordered[self._by_expert(rows.device)] = rows
+            sorted_pairs = self._exchange(ordered, self._received, self.sent)
         pairs = torch.empty_like(sorted_pairs)
         pairs[self.order] = sorted_pairs
         return pairs
@@ -62,8 +66,6 @@ class Routing:
         return experts.repeat_interleave(self.counts.flatten()).argsort(stable=True).to(device)
 
     def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        if self.group.size() == 1:
-            return rows
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=self.group)
         return out

@@ -104,8 +104,8 @@ def routed_experts_backward(
     grad_weight = (into * activated).sum(-1, dtype=torch.float32)
     if down_bias is not None:
         grad_weight += (grad * _rows_of(down_bias, routing.sizes)).sum(-1, dtype=torch.float32)
-    (grad_projected,) = gate_backward((into * weight).to(projected.dtype))
-    grad = (grad * weight).to(grad_out.dtype)
+    (grad_projected,) = gate_backward(into.mul_(weight))
+    grad.mul_(weight)
     grad_hidden = grouped_product(grad_projected, up, routing.sizes, transposed=not found.is_transposed)
     of_tokens = routing.to_tokens(grad_hidden).view(*index.shape, -1).sum(1)
     of_weights = routing.to_tokens(grad_weight).view(index.shape).to(weights.dtype)
@@ -169,11 +169,11 @@ def _gradients(x: Tensor, grad: Tensor, routing: Routing, kind: ExpertKind, want
     pieces = zip(left.split(routing.sizes), right.split(routing.sizes), grad.split(routing.sizes), strict=True)
     for number, (one, other, rows) in enumerate(pieces):
         if wanted[0]:
-            torch.mm(one.t(), other, out=weight[number])
+            into = weight[number]
+            torch.addmm(into, one.t(), other, beta=0, alpha=routing.share, out=into)
         if kind.has_bias and wanted[1]:
             torch.sum(rows, 0, out=bias[number])
-    for gradient in (weight, bias):
-        gradient.mul_(routing.share)
+    bias.mul_(routing.share)
     return [weight, bias] if kind.has_bias else [weight]
 
 
