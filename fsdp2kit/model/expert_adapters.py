@@ -5,9 +5,9 @@ experts for each, the outer one for ``down_proj``. A wrapper holds the factors o
 after expert, and B ``[out, r·E]``, whose columns of one rank stand together. Both halves of a fused ``gate_up_proj``
 share A.
 
-peft's forward computes W + B·A of all experts and multiplies by that. It keeps a copy of the weights for backward, and
-makes their whole gradient; in bfloat16 the sum rounds small changes away. Here each token's vector goes through its
-expert's factors instead: x·Wᵀ + scaling · (x·Aᵀ)·Bᵀ.
+peft's forward computes W + B·A of all experts and multiplies by that. It keeps this copy of the weights for backward,
+and makes its whole gradient. Here each token's vector goes through its expert's factors instead:
+x·Wᵀ + scaling · (x·Aᵀ)·Bᵀ.
 
 Files name the factors by expert (``experts.3.up_proj.lora_A.weight``) where the model's weights are stored so and peft
 reads it: vLLM reads these names alone. Elsewhere (gpt-oss) they are peft's.
