@@ -92,7 +92,9 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     pairs = index.reshape(-1)
     order = pairs.argsort(stable=True)
     visited = pairs[order]
-    ends = torch.bincount(pairs, minlength=experts.num_experts).cumsum(0, dtype=torch.int32)
+    # No count of a size that depends on values: the planner traces this without any.
+    numbers = torch.arange(experts.num_experts, device=visited.device)
+    ends = torch.searchsorted(visited, numbers, right=True, out_int32=True)
     wrappers = {wrapper.parameter_name: wrapper for wrapper in (self, self.base_layer)}
     up, down = (wrappers[name] for name in _weights(experts))
     x = _product(hidden[order // index.shape[1]], up, visited, ends)
