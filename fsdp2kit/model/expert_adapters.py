@@ -5,9 +5,9 @@ experts for each, the outer one for ``down_proj``. A wrapper holds the factors o
 after expert, and B ``[out, r·E]``, whose columns of one rank stand together. Both halves of a fused ``gate_up_proj``
 share A.
 
-peft's forward computes W + B·A of all experts and multiplies by that. It keeps a copy of the weights for backward, and
-makes their whole gradient; in bfloat16 the sum rounds small changes away. Here each token's vector goes through its
-expert's factors instead: x·Wᵀ + scaling · (x·Aᵀ)·Bᵀ.
+peft's forward computes W + B·A of all experts and multiplies by that. It keeps this copy of the weights for backward,
+and makes its whole gradient. Here each token's vector goes through its expert's factors instead:
+x·Wᵀ + scaling · (x·Aᵀ)·Bᵀ.
 
 Files name the factors by expert (``experts.3.up_proj.lora_A.weight``) where the model's weights are stored so and peft
 reads it: vLLM reads these names alone. Elsewhere (gpt-oss) they are peft's.
@@ -92,7 +92,9 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     pairs = index.reshape(-1)
     order = pairs.argsort(stable=True)
     visited = pairs[order]
-    ends = torch.bincount(pairs, minlength=experts.num_experts).cumsum(0, dtype=torch.int32)
+    # No count of a size that depends on values: the planner traces this without any.
+    numbers = torch.arange(experts.num_experts, device=visited.device)
+    ends = torch.searchsorted(visited, numbers, right=True, out_int32=True)
     wrappers = {wrapper.parameter_name: wrapper for wrapper in (self, self.base_layer)}
     up, down = (wrappers[name] for name in _weights(experts))
     x = _product(hidden[order // index.shape[1]], up, visited, ends)

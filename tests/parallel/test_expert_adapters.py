@@ -34,6 +34,7 @@ from tests.reference import (
 )
 from tests.runs import resume, runner
 from tests.workers import WorkerPool
+from tools import plan
 
 NO_MORE = ("train.steps=1", "checkpoint.export_hf=never")
 HYBRID = (("strategy", "hybrid_shard"),)
@@ -164,6 +165,14 @@ def test_adapters_beside_experts_that_are_dealt_out_resume_on_any_ep(
         resumed = resume(run, checkpoint, tmp_path / f"{size}", size, "lora.rank=4", f"mesh.ep={ep}")
         assert worst_relative([line["loss"] for line in resumed], losses(straight)[3:]) < 1e-5
     assert losses(straight)[-1] < losses(straight)[0] - 0.1
+
+
+@pytest.mark.full
+def test_they_are_planned(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The planner traces their computation without values."""
+    overrides = ["lora.rank=4", "lora.target_modules=['q_proj', 'experts']", "fsdp.param_dtype=bfloat16"]
+    assert plan.main([str(toml), "--world-size", "2", *overrides]) == 0
+    assert "on 2 q_proj, 2 experts; trained: 8,832 of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
