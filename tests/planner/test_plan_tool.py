@@ -93,7 +93,7 @@ def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.full
-def test_experts_are_dealt_out_where_that_fits_or_is_faster(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_dealt_out_where_that_fits(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml({**QWEN3_30B, "num_hidden_layers": 12, "vocab_size": 32000})
     given = (path, "--world-size", "8", "--fit", "data.seq_len=4096", "activation_checkpointing.mode=full")
     alone = json.loads(run(capsys, *given, "--device-memory", "70", "--json", "mesh.ep=8")[1])
@@ -103,10 +103,6 @@ def test_experts_are_dealt_out_where_that_fits_or_is_faster(toml: Any, capsys: p
     middle = (alone["needed"] + gathered["needed"]) / 2 / 2**30
     found = json.loads(run(capsys, *given, "--device-memory", str(middle), "--json")[1])
     assert {"mesh.ep": 8} in [one["values"] for one in found["fit"]]
-    # Over four nodes all that is gathered crosses them; experts that are dealt out within a node do less.
-    first, second, *_ = run(capsys, *given, "--device", "h100", "--world-size", "32")[1].splitlines()
-    assert first.startswith("fit: it fits as it is; ")
-    assert second.startswith("  or mesh.ep=8: ")
 
 
 @pytest.mark.full
