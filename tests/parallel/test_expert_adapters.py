@@ -172,7 +172,7 @@ def test_they_are_planned(toml: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """The planner traces their computation without values."""
     overrides = ["lora.rank=4", "lora.target_modules=['q_proj', 'experts']", "fsdp.param_dtype=bfloat16"]
     assert plan.main([str(toml), "--world-size", "2", *overrides]) == 0
-    assert "on 2 q_proj, 2 experts; trained: 8,832 of" in capsys.readouterr().out
+    assert "reduce_scatter" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
