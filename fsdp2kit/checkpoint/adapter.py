@@ -20,7 +20,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.expert_adapters import expert_modules, merge_experts
+from fsdp2kit.model.expert_adapters import merge_experts
+from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
@@ -35,7 +36,7 @@ def holds_adapter(config_dir: Path) -> bool:
 def names_experts(config_dir: Path) -> bool:
     """Whether its adapter's file has a factor for each layer of each expert."""
     model = model_on_meta(config_dir)
-    if model is None or not expert_modules(model):
+    if model is None or not find_experts(model):
         return False
     return bool(inject(model, read_adapter_config(config_dir, str(config_dir))).expert_leaves)
 

@@ -26,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
-from fsdp2kit.model.expert_adapters import WORD, compute_apart, expert_modules, expert_parameters, stored_leaves
+from fsdp2kit.model.expert_adapters import WORD, compute_apart, stored_leaves, target_parameters
+from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -190,7 +191,7 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
     leaves = _take_experts(model, config)
-    experts = list(expert_modules(model)) if config.target_parameters else []
+    experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
     tied = {name for pair in tied_names(model).items() for name in pair}
     try:
@@ -231,7 +232,7 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
             per_expert = []
         taken += [name for name in given if name in per_expert]
     if config.target_parameters or taken:
-        wanted = expert_parameters(model)
+        wanted = target_parameters(model)
         parts = set(taken) - {WORD}
         if parts and parts != set(per_expert):
             what = f"{', '.join(sorted(parts))}: experts in one tensor have adapters on all of {', '.join(per_expert)}"

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights, find_experts
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
 WORD = "experts"
@@ -34,12 +35,7 @@ _FACTOR = re.compile(rf"(?P<wrapper>.+)\.lora_(?P<letter>[AB])\.{ADAPTER}\.weigh
 _ALIGNED = 8  # grouped products want rows of 16 bytes
 
 
-def expert_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules that hold a layer's experts as transformers' interface wants them, by name."""
-    return {name: module for name, module in model.named_modules() if _are_experts(module)}
-
-
-def expert_parameters(model: nn.Module) -> list[str]:
+def target_parameters(model: nn.Module) -> list[str]:
     """peft's ``target_parameters`` that name the weights of all experts.
 
     Raises:
@@ -47,13 +43,11 @@ def expert_parameters(model: nn.Module) -> list[str]:
     """
     found: dict[str, None] = {}
     key = "lora.target_modules"
-    for name, module in expert_modules(model).items():
-        weights = _weights(module)
-        biases = [f"{weight}_bias" for weight in weights if module.has_bias]
-        if {inside for inside, _ in module.named_parameters()} != {*weights, *biases}:
+    for name, module in find_experts(model).items():
+        if {inside for inside, _ in module.named_parameters()} != set(expert_parameters(module)):
             what = f"{name} is a {type(module).__name__}, which is more than two weights and biases"
             raise UserError(key, what, "leave the experts out")
-        found |= dict.fromkeys(f"{name.rpartition('.')[2]}.{weight}" for weight in weights)
+        found |= dict.fromkeys(f"{name.rpartition('.')[2]}.{weight}" for weight in expert_weights(module))
     if not found:
         what = f"{type(model).__name__} has no experts that transformers' interface for experts knows"
         raise UserError(key, what, "leave them out")
@@ -62,8 +56,8 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 def stored_leaves(model: PreTrainedModel) -> list[str]:
     """The names of one expert's layers in the model's files (``gate_proj``, …); none if all experts are one tensor."""
-    for name, module in expert_modules(model).items():
-        tensors = {f"{name}.{key}": module.get_parameter(key).to("meta") for key in _weights(module)}
+    for name, module in find_experts(model).items():
+        tensors = {f"{name}.{key}": module.get_parameter(key).to("meta") for key in expert_weights(module)}
         files = to_file_names(model, tensors)
         if all(tensor.ndim == 2 for tensor in files.values()):
             return list(dict.fromkeys(file.removesuffix(".weight").rpartition(".")[2] for file in files))
@@ -96,7 +90,7 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     numbers = torch.arange(experts.num_experts, device=visited.device)
     ends = torch.searchsorted(visited, numbers, right=True, out_int32=True)
     wrappers = {wrapper.parameter_name: wrapper for wrapper in (self, self.base_layer)}
-    up, down = (wrappers[name] for name in _weights(experts))
+    up, down = (wrappers[name] for name in expert_weights(experts))
     x = _product(hidden[order // index.shape[1]], up, visited, ends)
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     result = _product(x, down, visited, ends)
@@ -185,9 +179,9 @@ def _factor_of(name: str, model: nn.Module) -> tuple[str, str, str] | None:
         return None
     owner = match["wrapper"].removesuffix(".base_layer")
     module = model.get_submodule(owner)
-    if not _are_experts(module):
+    if not are_experts(module):
         return None
-    up, down = _weights(module)
+    up, down = expert_weights(module)
     return owner, up if match["wrapper"].endswith(".base_layer") else down, match["letter"]
 
 
@@ -212,11 +206,3 @@ def from_adapter_files(model: PreTrainedModel, name: str, shape: torch.Size, fil
             what = f"{file}: gate and up of an expert have factors A of their own, and share one here"
             raise UserError("model.adapter", what, "merge that adapter into its model, and train another one")
     return factor
-
-
-def _are_experts(module: Any) -> bool:
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
-
-
-def _weights(experts: Any) -> tuple[str, str]:
-    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"

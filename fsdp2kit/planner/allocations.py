@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp2kit.distributed import local_part
 from fsdp2kit.torch_compat import FakeTensorMode, TorchDispatchMode, tree_leaves
+
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @dataclass(eq=False)
@@ -43,7 +46,10 @@ class Allocations(TorchDispatchMode):
         """The sizes that storages have had since `start`; the peak comes after the first ``_peak`` changes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is _GROUPED and self._fake is not None:
+            result = _fake_grouped(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
                 self._see(leaf)
@@ -101,3 +107,14 @@ def by_category(snapshot: Snapshot) -> Counter[str]:
     for allocation, size in snapshot:
         found[allocation.category] += size
     return found
+
+
+def _fake_grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What torch's grouped product allocates. For fake tensors torch only knows it in bfloat16.
+
+    Args:
+        one, other: rows in groups ending at ``offs`` ``[E]``, and a matrix for each: ``[R, in]`` and ``[E, in, out]``.
+            Or two matrices whose groups are cut along what is summed: ``[out, R]`` and ``[R, in]``.
+    """
+    shape = (len(one), other.shape[-1])
+    return one.new_empty((len(offs), *shape) if other.ndim == 2 and offs is not None else shape)

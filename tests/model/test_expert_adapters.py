@@ -19,7 +19,8 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, without_adapter
 from fsdp2kit.model.build import build_model, materialize
-from fsdp2kit.model.expert_adapters import compute_apart, expert_modules, merge_experts
+from fsdp2kit.model.expert_adapters import compute_apart, merge_experts
+from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.weights import fill_adapter, load_adapter, load_pretrained
 from tests.reference import full
 
@@ -106,7 +107,7 @@ def test_experts_compute_what_pefts_do(kind: str, rank: int, tmp_path: Path) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = plain_model(kind, tmp_path)
-        names = list(expert_modules(model))
+        names = list(find_experts(model))
         peft: Any = get_peft_model(model, config)
     for parameter in (p for p in peft.parameters() if p.requires_grad):
         parameter.data += 0.1 * torch.randn_like(parameter)

@@ -14,6 +14,7 @@ from fsdp2kit.parallel.expert_parallel import exchange
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.dispatch import IMBALANCE, Dispatch
+from fsdp2kit.torch_compat import FakeTensorMode
 from tests.workers import WorkerPool
 
 TOKENS, VISITED, EXPERTS, HIDDEN, WIDTH = 512, 2, 8, 64, 96
@@ -63,3 +64,21 @@ def test_another_load() -> None:
     assert even.rows(IMBALANCE) == 160
     assert even.rows(10) == 240
     assert even.kept(IMBALANCE) == 2 * even.kept() == 2 * 80 * 12 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_of_fake_tensors_allocates_what_a_real_one_does(dtype: torch.dtype) -> None:
+    def peak(fake: FakeTensorMode | None) -> int:
+        rows, matrices = torch.randn(12, 16, dtype=dtype), torch.randn(3, 16, 24, dtype=dtype)
+        rows.requires_grad_(), matrices.requires_grad_()
+        with Allocations(fake) as allocations:
+            ends = torch.tensor([2, 2, 12], dtype=torch.int32)
+            torch.nn.functional.grouped_mm(rows, matrices, offs=ends).pow(2).sum().backward()
+        assert rows.grad is not None
+        assert matrices.grad is not None
+        assert (rows.grad.shape, matrices.grad.shape) == (rows.shape, matrices.shape)
+        return sum(size for _, size in allocations.peak())
+
+    real = peak(None)
+    with FakeTensorMode() as fake:
+        assert peak(fake) == real

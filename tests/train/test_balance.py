@@ -267,9 +267,10 @@ def test_biases_move_by_the_counts_of_the_global_batch(case: Case, pool: WorkerP
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("dpo", ()),
-        ("distill", ("distill.cross_entropy_weight=0.5",)),
-        ("sft", ("lora.rank=4", 'lora.target_modules=["q_proj", "o_proj"]')),
+        ("dpo", ("mesh.ep=2",)),
+        ("distill", ("mesh.ep=2", "distill.cross_entropy_weight=0.5")),
+        ("sft", ("mesh.ep=2", "lora.rank=4", 'lora.target_modules=["q_proj", "o_proj"]')),
+        ("sft", ("lora.rank=4", 'lora.target_modules=["q_proj", "experts"]')),
     ],
 )
 def test_the_mesh_changes_no_objective(
@@ -297,10 +298,10 @@ def test_the_mesh_changes_no_objective(
         encoding="utf-8",
     )
     run = runner(pool, toml)
-    one = run(tmp_path / "one", 1, "train.micro_batch_size=2", *overrides)
-    ep = 1 if recipe == "sft" else 2  # adapters and ep do not go together
-    four = run(tmp_path / "four", 4, "mesh.cp=2", f"mesh.ep={ep}", "activation_checkpointing.mode=full", *overrides)
-    without = run(tmp_path / "without", 1, "moe.balance=none", *overrides)
+    alone = (*overrides, "mesh.ep=1")
+    one = run(tmp_path / "one", 1, "train.micro_batch_size=2", *alone)
+    four = run(tmp_path / "four", 4, "mesh.cp=2", "activation_checkpointing.mode=full", *overrides)
+    without = run(tmp_path / "without", 1, "moe.balance=none", *alone)
     for key in ("loss", "grad_norm", "moe/aux_loss", "moe/load_mean", "moe/entropy"):
         assert worst_relative([line[key] for line in four], [line[key] for line in one]) < 1e-5, key
     assert one[0]["loss"] == pytest.approx(without[0]["loss"], rel=1e-6)

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.experts import expert_parameters, find_experts
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 
@@ -39,18 +40,6 @@ class ExpertPlan:
         return f"experts: {layers}, over ep {self.ranks}: {each} on a rank"
 
 
-def find_experts(model: nn.Module) -> dict[str, Any]:
-    """The modules that hold a layer's experts as transformers' interface wants them, by name.
-
-    Their weights are ``gate_up_proj`` or ``up_proj``, and ``down_proj``, one expert after the other.
-    """
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
-    }
-
-
 def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
     """How a model's experts are dealt out; None where ``ep`` is 1.
 
@@ -69,7 +58,7 @@ def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
 
 
 def _check(name: str, module: Any, sizes: MeshSizes) -> None:
-    known, found = set(_parameter_names(module)), {key for key, _ in module.named_parameters()}
+    known, found = set(expert_parameters(module)), {key for key, _ in module.named_parameters()}
     if getattr(module, "has_post_expert_norm", False) or found != known:
         what = f"{sizes.ep}, but {type(module).__name__} ({name}) has {', '.join(sorted(found ^ known)) or 'a norm'}"
         raise UserError("mesh.ep", what, "use 1: such experts are not dealt out")
@@ -127,14 +116,8 @@ def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
         register_kind(kind)
 
     def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        own = [local_part(module.get_parameter(key)) for key in _parameter_names(module)]
+        own = [local_part(module.get_parameter(key)) for key in expert_parameters(module)]
         return routed_experts(hidden, index, weights, own, module.num_experts, module._fsdp2kit_kind.name, group)[0]
 
     ALL_EXPERTS_FUNCTIONS.register(name, compute)
     model.set_experts_implementation(name)
-
-
-def _parameter_names(module: Any) -> list[str]:
-    """Names of the parameters that `routed_experts` takes, in its order."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    return [name for weight in (up, "down_proj") for name in (weight, f"{weight}_bias")[: 1 + module.has_bias]]

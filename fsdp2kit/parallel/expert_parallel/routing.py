@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.optimization import MoEConfig
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.inspect import Traits
-from fsdp2kit.parallel.expert_parallel.deal import find_experts
 
 _BIAS = "e_score_correction_bias"  # every model that has such biases has this name from DeepSeek-V3
 
@@ -61,14 +61,16 @@ class RoutingHooks:
 
     def __init__(self, model: PreTrainedModel, *, probabilities: bool) -> None:
         self.experts = find_experts(model)
+        # peft's wrapper around experts with adapters computes in their place.
+        self._called = {name: model.get_submodule(name.partition(".base_layer")[0]) for name in self.experts}
         self.routers = _find_routers(model) if probabilities else {}
         self._is_token: Tensor | None = None
         self._routed: Routed | None = None
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> RoutingHooks:
-        for name, experts in self.experts.items():
-            handle = experts.register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
+        for name, module in self._called.items():
+            handle = module.register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
             self._handles.append(handle)
         for name, (router, index) in self.routers.items():
             self._handles.append(router.register_forward_hook(partial(self._sum, name, index)))
@@ -98,13 +100,13 @@ class RoutingHooks:
         finally:
             self._routed = None
 
-    def _count(self, name: str, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_token is None or not torch.is_grad_enabled():  # the latter: evaluation, generation, a reference
             return
         index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         with torch.no_grad():
             visits = self._is_token.repeat_interleave(index.shape[-1], dim=1).long()
-            counts = visits.new_zeros(len(visits), experts.num_experts)
+            counts = visits.new_zeros(len(visits), self.experts[name].num_experts)
             counts.scatter_add_(1, index.reshape(len(visits), -1), visits)
         if self._routed is not None:
             _keep(self._routed.counts, name, counts)
