@@ -134,8 +134,8 @@ def _recording(events: Events) -> Iterator[None]:
         with heard_by(events.hear):
             yield
     except (Exception, KeyboardInterrupt) as error:
-        is_lost, kind = distributed.is_lost_rank(error), type(error).__name__
-        text = str(error) if isinstance(error, (UserError, RunFailure)) else f"{kind}: {error}".removesuffix(": ")
+        is_lost, name = distributed.is_lost_rank(error), type(error).__name__
+        text = str(error) if isinstance(error, (UserError, RunFailure)) else f"{name}: {error}".removesuffix(": ")
         kind = "refusal" if _is_refusal(error) else "failure"
         events.record(kind, text=text.partition("\n")[0], **({"lost": True} if is_lost else {}))
         raise

@@ -32,7 +32,7 @@ def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(key: str) -> list[str]:
-    """What other tools call one of our keys, and the fields of theirs instead of which it is the first to write."""
+    """What other tools call one of our keys, and their fields whose replacement begins with this key."""
     slots = [slot for slot, todo in _TABLES["instead"].items() if re.findall(r"[a-z_]+\.[a-z_]+", todo)[:1] == [key]]
     return [*NAMES.get(key, "").split(), *slots, *(name for slot in slots for name in NAMES.get(slot, "").split())]
 

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
-from fsdp2kit.model.expert_adapters import WORD, compute_apart, stored_leaves, target_parameters
+from fsdp2kit.model.expert_adapters import ALL_EXPERTS, replace_forward, stored_leaves, target_parameters
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
 
@@ -206,7 +206,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # a set, in another order on every rank
     config.target_parameters = sorted(config.target_parameters or ()) or None
-    compute_apart(model, experts)
+    replace_forward(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
     adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves)
@@ -220,11 +220,11 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     Returns:
         The names of an expert's layers in the adapter's file; () if it has no experts, or in one tensor.
     """
-    key, todo = "lora.target_modules", f'name "{WORD}" for the adapters of all experts, or leave such names out'
+    key, todo = "lora.target_modules", f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
     is_list = not isinstance(config.target_modules, str)
     given = list(config.target_modules or ()) if is_list else []
     per_expert = stored_leaves(model)
-    taken = [name for name in given if name == WORD]
+    taken = [name for name in given if name == ALL_EXPERTS]
     if per_expert:
         trial = copy.copy(config)
         trial.target_modules, trial.target_parameters = set(per_expert), None
@@ -233,10 +233,11 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
         taken += [name for name in given if name in per_expert]
     if config.target_parameters or taken:
         wanted = target_parameters(model)
-        parts = set(taken) - {WORD}
+        parts = set(taken) - {ALL_EXPERTS}
         if parts and parts != set(per_expert):
             what = f"{', '.join(sorted(parts))}: experts in one tensor have adapters on all of {', '.join(per_expert)}"
             raise UserError(key, what, todo)
+        _check_named_once(model, parts)
         if config.target_parameters and set(config.target_parameters) != set(wanted):
             what = f"has target_parameters {sorted(config.target_parameters)}, and experts have {wanted}"
             raise UserError(key, what, todo)
@@ -255,8 +256,16 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     return tuple(per_expert) if config.target_parameters else ()
 
 
+def _check_named_once(model: PreTrainedModel, leaves: set[str]) -> None:
+    """Refuse names that stand for layers of each expert where other layers have them, too: peft takes the experts."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves:
+            what = f"{', '.join(sorted(leaves))} name the experts' layers and {name}, which would get no adapter"
+            raise UserError("lora.target_modules", what, f'name "{ALL_EXPERTS}" for the experts alone')
+
+
 def _check_expert_options(config: Any) -> None:
-    """Refuse what peft does not compute on experts, or computes otherwise from the files that vLLM reads."""
+    """Refuse what peft does not compute on experts, or computes in another way once it has read our export."""
     given = {
         "lora.dora": config.use_dora,
         "lora.rslora": config.use_rslora,  # peft doubles the rank of a file's gate and up, and takes its root
@@ -313,6 +322,9 @@ def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: 
     outside = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     for name in layers:
         module = model.get_submodule(name)
+        if hasattr(module, "parameter_name") and (".modules_to_save." in name or ".original_module." in name):
+            what = "holds experts that have adapters, and would train a copy of them whole"
+            raise UserError("lora.modules_to_save", what, "leave one of the two out")
         if id(module) in outside:
             what = f"{name} is the model's embedding or output head"
             raise UserError(key, what, "leave it out; lora.modules_to_save trains a copy of it whole")

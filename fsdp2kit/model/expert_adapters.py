@@ -29,7 +29,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights, find_experts
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
-WORD = "experts"
+ALL_EXPERTS = "experts"
 """In ``lora.target_modules`` it stands for the experts of all layers."""
 _FACTOR = re.compile(rf"(?P<wrapper>.+)\.lora_(?P<letter>[AB])\.{ADAPTER}\.weight")
 _ALIGNED = 8  # grouped products want rows of 16 bytes
@@ -64,7 +64,7 @@ def stored_leaves(model: PreTrainedModel) -> list[str]:
     return []
 
 
-def compute_apart(model: nn.Module, names: list[str]) -> None:
+def replace_forward(model: nn.Module, names: list[str]) -> None:
     """Let peft's wrappers around the experts ``names`` compute by `_forward`, in place."""
     for name in names:
         wrapper: Any = model.get_submodule(name)

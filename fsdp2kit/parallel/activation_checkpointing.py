@@ -41,7 +41,7 @@ _HOOKS_OF_FSDP = {
 
 
 def apply_activation_checkpointing(
-    section: ActivationCheckpointingConfig, layers: Sequence[nn.Module], *, device_type: str
+    section: ActivationCheckpointingConfig, layers: Sequence[nn.Module], *, device_type: str, is_compiled: bool = False
 ) -> None:
     """Wrap every ``every``-th layer so that backward recomputes its forward, in whole or in part.
 
@@ -50,21 +50,25 @@ def apply_activation_checkpointing(
 
     Args:
         device_type: of the activations; on "cpu" they are on the host already, and ``offload`` does nothing.
+        is_compiled: whether the layers are compiled. torch.compile traces selective checkpointing's contexts alone, so
+            recomputation chooses experts again there.
     """
     if section.mode == "none":
         return
     offloads = section.offload and device_type != "cpu"
     for layer in layers[:: section.every]:
-        selective, routes = section.mode == "selective", bool(find_experts(layer))
-        layer.forward = _recomputed(layer.forward, selective=selective, routes=routes, offload=offloads)
+        experts = 0 if is_compiled else max((one.num_experts for one in find_experts(layer).values()), default=0)
+        selective = section.mode == "selective"
+        layer.forward = _recomputed(layer.forward, selective=selective, experts=experts, offload=offloads)
 
 
-def _recomputed(forward: Callable[..., Any], *, selective: bool, routes: bool, offload: bool) -> Callable[..., Any]:
-    plain: dict[str, Any] = {"use_reentrant": False}
+def _recomputed(forward: Callable[..., Any], *, selective: bool, experts: int, offload: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
-        plain["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
-    with_routing = {**plain, "context_fn": functools.partial(routing_contexts, plain.get("context_fn"))}
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    if experts:
+        options["context_fn"] = functools.partial(routing_contexts, experts, options.get("context_fn"))
 
     # Around the checkpoint only the layer's inputs are saved, not parameters, which FSDP frees itself.
     inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
@@ -73,8 +77,6 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, routes: bool, o
     # function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # torch.compile traces no contexts but selective checkpointing's: compiled layers route again.
-        options = with_routing if routes and not torch.compiler.is_compiling() else plain
         with inputs_kept():
             # RNG state is preserved (the default): with preflight.allow = ["dropout"] recomputation needs the same
             # masks.

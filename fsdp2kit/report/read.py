@@ -204,7 +204,7 @@ def _by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of a run without those of starts that were refused, which changed nothing; all if none was begun."""
+    """The events of a run without those of refused starts, which changed nothing; all, if every start was refused."""
     refused = {event["start"] for event in events if event["event"] == "refusal"}
     return [event for event in events if event["start"] not in refused] or events
 

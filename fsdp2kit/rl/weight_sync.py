@@ -233,7 +233,7 @@ class _Shards:
             is_same = (tensor.device_mesh, tensor.placements) == (mesh, first.placements)
             if group is None or not _is_by_rows(first) or not (is_same or _is_dealt_out(tensor, group)):
                 what = f"a parameter is sharded as {tensor.placements} over {tensor.device_mesh}"
-                raise UserError("weight sync", what, "shard all parameters alike, over dim 0 and one dim of one mesh")
+                raise UserError("weight sync", what, "shard parameters alike, or over other dims of the same ranks")
         assert group is not None
         return cls(group.size(), group.rank(), group, torch.device(mesh.device_type))
 
@@ -264,6 +264,7 @@ def _is_dealt_out(tensor: DTensor, group: dist.ProcessGroup) -> bool:
     dims = [placement.dim for placement in tensor.placements if isinstance(placement, Shard)]
     is_known = all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements)
     ranks = set(dist.get_process_group_ranks(group))
+    is_known = is_known and not _is_by_rows(tensor)  # these would be taken in the group's order
     return is_known and len(set(dims)) == len(dims) and ranks <= set(tensor.device_mesh.mesh.flatten().tolist())
 
 

@@ -98,7 +98,7 @@ class Balance:
             is_token, lengths, items = inputs.pop("rows")
             with self._hooks.recording(is_token) as routed:
                 loss, parts, *rest = objective(model, inputs)
-            counts = torch.cat([each.sum(0) for each in routed.counts.values()])
+            counts = torch.cat([routed.counts[name].sum(0) for name in self._hooks.experts])
             self._counts = counts if self._counts is None else self._counts + counts
             if self._weight is None:
                 return loss, parts, *rest

@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, without_adapter
 from fsdp2kit.model.build import build_model, materialize
-from fsdp2kit.model.expert_adapters import compute_apart, merge_experts
+from fsdp2kit.model.expert_adapters import merge_experts, replace_forward
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.weights import fill_adapter, load_adapter, load_pretrained
 from tests.reference import full
@@ -119,7 +119,7 @@ def test_experts_compute_what_pefts_do(kind: str, rank: int, tmp_path: Path) -> 
         return {"logits": found} | {name: p.grad for name, p in peft.named_parameters() if p.requires_grad}
 
     expected = run()
-    compute_apart(model, names)
+    replace_forward(model, names)
     for name, value in run().items():
         torch.testing.assert_close(
             value, expected[name], rtol=1e-5, atol=1e-5 * expected[name].detach().abs().max().item()
@@ -179,6 +179,10 @@ def test_gate_and_up_with_factors_of_their_own_are_refused(tmp_path: Path) -> No
             {"target_modules": ["down_proj"]},
             "lora.target_modules: down_proj: experts in one tensor have adapters on all of",
         ),
+        (
+            {"target_modules": ["q_proj", "experts"], "modules_to_save": ["mlp"]},
+            "lora.modules_to_save: holds experts that have adapters",
+        ),
         ({"target_modules": ["experts", "gate"]}, "lora.target_modules: gate.weight: peft takes a name for"),
         ({"target_modules": ["experts"], "dora": True}, "lora.dora: is not supported with adapters on experts"),
         ({"target_modules": ["experts"], "rslora": True}, "lora.rslora: is not supported"),
@@ -194,3 +198,10 @@ def test_what_cannot_be_adapted_is_refused(options: dict[str, Any], says: str, t
     with pytest.raises(UserError) as error:
         build_model(section, lora=LoraSection(rank=4, **options))
     assert str(error.value).startswith(says)
+
+
+def test_names_that_other_layers_have_as_well_are_refused(tmp_path: Path) -> None:
+    plain_model("glm4_moe", tmp_path)
+    section = ModelConfig(path=str(tmp_path))
+    with pytest.raises(UserError, match=r"gate_proj.* and model\.layers\.\S+gate_proj, which would get no adapter"):
+        build_model(section, lora=LoraSection(rank=4, target_modules=["gate_proj", "up_proj", "down_proj"]))

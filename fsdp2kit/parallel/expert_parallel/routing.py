@@ -24,7 +24,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.inspect import Traits
 
-_BIAS = "e_score_correction_bias"  # every model that has such biases has this name from DeepSeek-V3
+_BIAS = "e_score_correction_bias"  # DeepSeek-V3's name, which all such models use
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def balance_losses(counts: Tensor, probabilities: Tensor, tokens: Tensor) -> Ten
     """The load-balancing loss of each row as transformers' ``load_balancing_loss_func`` computes it, ``[B]``.
 
     With n tokens, all layers counted, it is E · Σₑ (counts ÷ n) · (probabilities ÷ n). It is linear in the
-    probabilities: from those of a part of each row's tokens follows that part of the loss.
+    probabilities, so each rank computes the part of its own tokens.
 
     Args:
         counts: ``[B, E]``, of whole rows, summed over layers.
@@ -60,7 +60,8 @@ class RoutingHooks:
     """Hooks on a model's experts, and with ``probabilities`` on its routers, while it is entered."""
 
     def __init__(self, model: PreTrainedModel, *, probabilities: bool) -> None:
-        self.experts = find_experts(model)
+        # Of modules that peft trains whole, the originals never run with gradients.
+        self.experts = {name: module for name, module in find_experts(model).items() if ".original_module" not in name}
         # peft's wrapper around experts with adapters computes in their place.
         self._called = {name: model.get_submodule(name.partition(".base_layer")[0]) for name in self.experts}
         self.routers = _find_routers(model) if probabilities else {}
@@ -90,13 +91,13 @@ class RoutingHooks:
             is_token: bool ``[B, s]``, false for padding, which counts nowhere. Recomputation needs it again.
 
         Raises:
-            RunFailure: there was no such pass, or more than one.
+            RunFailure: there was no such pass of all layers, or more than one.
         """
         self._is_token, self._routed = is_token, Routed()
         try:
             yield self._routed
-            if not self._routed.counts:
-                raise RunFailure("moe.balance: the objective made no forward pass of the model with gradients")
+            if self._routed.counts.keys() != self.experts.keys():
+                raise RunFailure("moe.balance: the objective did not run all layers of the model once, with gradients")
         finally:
             self._routed = None
 
@@ -109,7 +110,7 @@ class RoutingHooks:
             counts = visits.new_zeros(len(visits), self.experts[name].num_experts)
             counts.scatter_add_(1, index.reshape(len(visits), -1), visits)
         if self._routed is not None:
-            _keep(self._routed.counts, name, counts)
+            _put(self._routed.counts, name, counts)
 
     def _sum(self, name: str, index: int, _router: nn.Module, _args: Any, output: Any) -> None:
         if self._is_token is None or not torch.is_grad_enabled():
@@ -118,10 +119,10 @@ class RoutingHooks:
         of_tokens = logits.float().softmax(-1).view(*self._is_token.shape, -1)
         sums = (of_tokens * self._is_token.unsqueeze(-1)).sum(1)
         if self._routed is not None:
-            _keep(self._routed.probabilities, name, sums)
+            _put(self._routed.probabilities, name, sums)
 
 
-def _keep(found: dict[str, Tensor], name: str, value: Tensor) -> None:
+def _put(found: dict[str, Tensor], name: str, value: Tensor) -> None:
     if name in found:
         raise RunFailure(f"moe.balance: {name} ran twice before a backward; set moe.balance = 'none'")
     found[name] = value
