@@ -256,7 +256,7 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     return tuple(per_expert) if config.target_parameters else ()
 
 
-def _check_named_once(model: PreTrainedModel, leaves: set[str]) -> None:
+def _check_named_once(model: PreTrainedModel, leaves: Collection[str]) -> None:
     """Refuse names that stand for layers of each expert where other layers have them, too: peft takes the experts."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves:
