@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.model.experts import find_experts
+from fsdp2kit.model.experts import expert_weights, find_experts
 from fsdp2kit.model.flops import experts_per_token
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -187,5 +187,4 @@ planned_routed_experts.register_autograd(_backward, setup_context=_save_for_back
 
 def _matrices(module: Any) -> Iterator[nn.Parameter]:
     """The first and the second matrix of all experts of a layer."""
-    yield module.gate_up_proj if module.has_gate else module.up_proj
-    yield module.down_proj
+    yield from (module.get_parameter(name) for name in expert_weights(module))

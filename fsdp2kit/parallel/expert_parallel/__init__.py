@@ -10,7 +10,8 @@ A token's way through a layer: router → sorted by expert → to the rank that 
 that rank's experts, one product of matrices each → back (another) → weighted and added up where it came from.
 Attention, routers, norms and shared experts are sharded over all ranks, as without ep.
 
-`deal` says which modules are experts and deals them out, `experts` is the operator, `exchange` who gets what.
+`deal` deals experts out, `experts` is the operator, `exchange` who gets what. With ep or without: `recomputation`
+keeps what routers chose, `routing` counts it for the balance of experts.
 
 A rank's gradients of its experts have the tokens of all ranks that send to it. FSDP averages them over the ranks with
 the same experts, which are 1/ep of those over which it averages all else; the operator divides them by ep.
