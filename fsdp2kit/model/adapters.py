@@ -304,7 +304,7 @@ def _check_names(model: PreTrainedModel, config: Any) -> None:
         if not found:
             raise UserError(wanted, f"{target!r} matches no whole name of a module", f"they are like {linear[-1]}")
     else:
-        _check_ends(target, names, linear, key=wanted)
+        _check_ends(target, names, [*linear, *[ALL_EXPERTS] * bool(find_experts(model))], key=wanted)
     _check_ends(config.modules_to_save or (), names, names, key="lora.modules_to_save")
 
 

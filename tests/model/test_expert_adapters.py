@@ -180,6 +180,10 @@ def test_gate_and_up_with_factors_of_their_own_are_refused(tmp_path: Path) -> No
             "lora.target_modules: down_proj: experts in one tensor have adapters on all of",
         ),
         (
+            {"target_modules": ["q_proj", "expert"]},
+            "lora.target_modules: 'expert' matches no module of the model; did you mean experts?",
+        ),
+        (
             {"target_modules": ["q_proj", "experts"], "modules_to_save": ["mlp"]},
             "lora.modules_to_save: holds experts that have adapters",
         ),
