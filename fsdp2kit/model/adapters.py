@@ -132,6 +132,8 @@ def apply_lora(
             raise
         what = f"{directory} does not fit the model: {error.what}"
         raise UserError("model.adapter", what, "give an adapter that was trained on this very model") from None
+    if directory is None and not isinstance(section.target_modules, str):
+        _check_named_once(model, section.target_modules)
 
 
 def _all_linear(model: PreTrainedModel, config: Any) -> list[str]:
@@ -237,7 +239,6 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
         if parts and parts != set(per_expert):
             what = f"{', '.join(sorted(parts))}: experts in one tensor have adapters on all of {', '.join(per_expert)}"
             raise UserError(key, what, todo)
-        _check_named_once(model, parts)
         if config.target_parameters and set(config.target_parameters) != set(wanted):
             what = f"has target_parameters {sorted(config.target_parameters)}, and experts have {wanted}"
             raise UserError(key, what, todo)
@@ -256,8 +257,10 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     return tuple(per_expert) if config.target_parameters else ()
 
 
-def _check_named_once(model: PreTrainedModel, leaves: Collection[str]) -> None:
-    """Refuse names that stand for layers of each expert where other layers have them, too: peft takes the experts."""
+def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Refuse names that stood for the layers of each expert where other layers have them, too."""
+    adapter = adapter_of(model)
+    leaves = set(names).intersection(adapter.expert_leaves if adapter is not None else ())
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves:
             what = f"{', '.join(sorted(leaves))} name the experts' layers and {name}, which would get no adapter"
