@@ -21,7 +21,7 @@ from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_ada
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.expert_adapters import merge_experts
-from fsdp2kit.model.experts import find_experts
+from fsdp2kit.model.experts import UP, find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
@@ -102,7 +102,7 @@ class MergedTensors:
         module, _, leaf = name.rpartition(".")
         tensor = self._base[name].read()
         if module in self._experts:
-            wrapper = f"{module}.base_layer" if leaf in ("gate_up_proj", "up_proj") else module
+            wrapper = f"{module}.base_layer" if leaf in UP else module
             if leaf.endswith("_bias"):
                 return tensor
             keys = [f"{wrapper}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B")]

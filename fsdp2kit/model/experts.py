@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
+"""Names of the weights, ``[E, out, in]`` or transposed: the first is fused with a gate, or has none."""
+
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
     """The modules that hold a layer's experts, by name."""
@@ -18,8 +21,9 @@ def are_experts(module: Any) -> bool:
 
 
 def expert_weights(experts: Any) -> tuple[str, str]:
-    """The names of the two weights, ``[E, out, in]`` or transposed."""
-    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+    """The names of the two weights."""
+    fused, plain = UP
+    return (fused if experts.has_gate else plain), DOWN
 
 
 def expert_parameters(experts: Any) -> list[str]:

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from fsdp2kit.distributed import local_part
 from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.experts import DOWN, UP
 from fsdp2kit.torch_compat import orthogonalize, orthogonalize_each
 
 ParameterGroup = dict[str, Any]
-_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class MuonAdamW(Optimizer):
@@ -201,6 +201,6 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in model.named_parameters()  # names a tied one once
-        if (parameter.ndim == 2 and name.endswith(".weight")) or (parameter.ndim == 3 and name.endswith(_EXPERTS))
+        if (parameter.ndim == 2 and name.endswith(".weight")) or (parameter.ndim == 3 and name.endswith((*UP, DOWN)))
         if parameter.requires_grad and id(parameter) not in outside and not name.startswith(stacked)
     ]

@@ -26,7 +26,7 @@ from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, item_bytes
 IMBALANCE = 2
 """The load, beside that of an even routing, for which every plan says the memory."""
 COUNT_BYTES, WEIGHT_BYTES = 8, 4
-"""Of a number of pairs, and of a pair's weight or its gradient, while they travel."""
+"""An exchange sends the first for each expert's count of pairs, the second for a pair's weight or its gradient."""
 _NAME = "fsdp2kit_planned"  # in transformers' table of expert functions
 
 

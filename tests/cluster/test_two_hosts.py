@@ -147,7 +147,7 @@ def test_what_one_host_has_not_is_refused_in_one_line(
 
 @pytest.mark.slow
 def test_disks_that_are_not_shared_are_refused_within_fifteen_seconds(hosts: Hosts) -> None:
-    """By the clock, so on a machine that does nothing else; what is said is asked above."""
+    """This measures seconds, so it needs a machine that does nothing else. The test above asks what is said."""
     not_shared(hosts)
     began = time.monotonic()
     job = start(hosts)

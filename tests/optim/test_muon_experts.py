@@ -47,7 +47,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def updated(shape: tuple[int, ...], placements: list[Placement]) -> dict[str, np.ndarray]:
-    """The parameters after `STEPS` of our steps, the state of which is saved and loaded in between."""
+    """The parameters after `STEPS` steps of our optimizer, which saves and loads its state in between."""
     distributed.start()
     net, mesh = Net(), init_device_mesh("cpu", shape)
     for name, parameter in list(net.named_parameters()):

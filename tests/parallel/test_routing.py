@@ -49,7 +49,7 @@ class Routers:
         (self.recomputations if self._in_backward else self.forwards).append(index[0].clone())
 
     def gradients(self, model: Any) -> list[Tensor]:
-        """Of the sum of a batch's logits' squares."""
+        """Each parameter's gradient of the mean of squared logits."""
         out = model(ROWS.input_ids, position_ids=ROWS.position_ids, use_cache=False).logits.square().mean()
         self._in_backward = True
         out.backward()

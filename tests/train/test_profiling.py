@@ -151,7 +151,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask_while_training(folder: Path, run_dir: Path) -> list[str]:
-    """Train six steps: a file asks after the first, a signal asks rank 1 in that window. Returns what is said."""
+    """Train six steps and return what is said. A file asks for a profile after step 1, a signal during it."""
     case = Case("smollm2", 2)
     config = case.config(folder, steps=7, rows=2)
     config = config.model_copy(update={"run": RunConfig(dir=str(run_dir)), "profile": ProfileConfig(steps=1)})
