@@ -54,6 +54,7 @@ class Watch:
         # 256 reports a second at most, whatever the number of ranks.
         self.period = max(1.0, len(hosts) / 256)
         self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
+        self._written: status.Position | None = None  # the position of the last report
         self._failed_at: float | None = None  # when this rank's thread saw that another rank has failed, or is gone
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
@@ -132,8 +133,11 @@ class Watch:
         return self._store.get(_LINE).decode() if is_first else ""
 
     def _write(self) -> None:
-        place = "" if self._end else status.place_of_work()
-        self._store.set(_key(self.rank), Report(status.position(), place, self._beat, self._end).encode())
+        position = status.position()
+        # Only a rank that stays where it is may hold up others; reading its stack while it runs is not free of risk.
+        stays, self._written = position == self._written, position
+        place = status.place_of_work() if stays and not self._end else ""
+        self._store.set(_key(self.rank), Report(position, place, self._beat, self._end).encode())
 
     def _read(self) -> list[Report]:
         keys = [_key(rank) for rank in range(len(self.hosts))]

@@ -20,6 +20,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")
 _PACKAGE = str(Path(__file__).parent)
 # Tensor dispatch and FSDP's hooks compute; they wait in functions of the other files of torch.distributed.
 _COLLECTIVES, _COMPUTES = "/torch/distributed/", ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
+_CALLS_OPERATORS = "/torch/_ops.py"
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ def main_frame() -> FrameType | None:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread with this innermost frame waits in a collective, or this rank waits for its device."""
-    files = [one.f_code.co_filename for one in _outwards(frame, most=3)]
+    """Whether a thread with this innermost frame waits in a collective, or this rank waits for its device.
+
+    It reads the callers' frames only where the innermost one calls an operator, which may be a collective: the thread
+    of `watch_waiting` reads them while the main thread runs, and torch.compile swaps the frames of what it compiles.
+    """
+    is_in_operator = frame is not None and frame.f_code.co_filename.endswith(_CALLS_OPERATORS)
+    files = [one.f_code.co_filename for one in _outwards(frame, most=3 if is_in_operator else 1)]
     waits = any(_COLLECTIVES in file and not any(part in file for part in _COMPUTES) for file in files)
     return waits or _now.phase == _DEVICE
 
