@@ -17,7 +17,7 @@ from tests.runs import losses, write_run
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
-SAVED_AT, STEPS = 4, 24
+SAVED_AT, STEPS = 4, 12
 DP2_CP2 = (4, ("mesh.cp=2",))
 MESHES = {"1x1": (1, ()), "4x1": (4, ()), "1x4": (4, ("mesh.cp=4",)), "2x1": (2, ())}
 
@@ -99,8 +99,7 @@ def test_resumed_on_any_mesh(
     straight = tmp_path / "straight"
     expected = pool.run(size, run_and_record, str(toml), [f"run.dir='{straight}'", *common, *mesh])
     following = range(SAVED_AT, STEPS)
-    assert len(following) == 20
-    assert len({str(tokens(expected, index)) for index in following}) == 20, "batches differ at all"
+    assert len({str(tokens(expected, index)) for index in following}) == STEPS - SAVED_AT, "batches differ at all"
     for name in meshes:
         size, mesh = MESHES[name]
         run_dir = tmp_path / name

@@ -152,7 +152,7 @@ def test_families_train_as_in_the_plain_loop(
     for case in choose(kind):
         groups.setdefault((case.pack, rows_of(case.dp)), []).append(case)
     for (pack, rows), cases in groups.items():
-        batches = (make_batches if pack else plain_batches)(rows=rows)
+        batches = (make_batches if pack else plain_batches)(3, rows=rows)
         exact, other = (plain_loop(path, batches, lr=1e-3, micro_batch_size=size) for size in (rows, 1))
         assert min(exact.grad_norm) > 0.5, "nothing is clipped"
         for world in sorted({case.world for case in cases}):

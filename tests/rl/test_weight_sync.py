@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.weight_sync import _plan
 from tests.parallel.jobs import Case
-from tests.reference import _SIZES, full, tiny_model_dir, write_adapter
+from tests.reference import _SIZES, full, slow, tiny_model_dir, write_adapter
 from tests.rl.jobs import bits, broken, change, cost, send_and_wait, synced
 from tests.workers import FORKS, WorkerPool
 
@@ -103,8 +103,17 @@ def test_an_engine_has_what_an_export_has(case: Case, models: Path, pool: Worker
             assert again.keys() < second.keys(), "what is frozen is sent once"
 
 
-@pytest.mark.parametrize("mib", [1 * KIB, full(20 * KIB), 1])
-@pytest.mark.parametrize("kind", [full("llama3"), "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "mib"),
+    [
+        ("mixtral", 1 * KIB),
+        ("mixtral", 1),
+        full("llama3", 20 * KIB),
+        slow("mixtral", 20 * KIB),
+        slow("llama3", 1 * KIB),
+        slow("llama3", 1),
+    ],
+)
 def test_a_sync_holds_two_buckets_and_sends_the_engines_dtype(
     kind: str, mib: float, models: Path, pool: WorkerPool
 ) -> None:
