@@ -116,8 +116,8 @@ def test_experts_that_are_dealt_out_change_nothing(pool: WorkerPool, tmp_path: P
 
 @pytest.mark.full
 def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    awake = run(pool, toml, tmp_path / "awake", 2, *CP2)
-    asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "rollout.sleep=true")
+    awake = run(pool, toml, tmp_path / "awake", 2, *CP2, "train.steps=2")
+    asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "train.steps=2", "rollout.sleep=true")
     assert numbers(asleep) == numbers(awake)
     assert all(one["seconds/sleep"] > 0 and one["seconds/wake_up"] > 0 for one in asleep)
     assert not any("seconds/sleep" in one for one in awake)
