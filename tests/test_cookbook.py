@@ -60,7 +60,7 @@ def test_the_notebook_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = next(text for language, text in FENCES if language == "python")
-    exec(compile(code, "cell", "exec"), {})
+    exec(compile(code, "cell", "exec", dont_inherit=True), {})
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])) == 4
 
 

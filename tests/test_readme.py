@@ -49,7 +49,7 @@ def _be_snippet(code: str, folder: Path, log: Path) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "README", "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def _run_line(line: str, folder: Path) -> None:
