@@ -19,9 +19,9 @@ from typing import Any
 
 # Forks of a process that has imported what takes seconds to import.
 FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["recipes.sft", "tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers", "tests.frozen"]
-)
+_RECIPES = ["recipes.sft", "recipes.dpo", "recipes.distill", "recipes.grpo"]
+_BENCH = ["tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"]
+FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.parallel.jobs", "tests.frozen"])
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
