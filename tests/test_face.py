@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import fsdp2kit as fk
 from fsdp2kit.errors import UserError
-from tests.reference import demo_model_dir, full, slow
+from tests.reference import demo_model_dir
 from tests.workers import WorkerPool, run_command
 from tools.api import PAGE, page
 
@@ -193,6 +193,16 @@ def test_every_rank_gets_the_same(pool: WorkerPool, tmp_path: Path) -> None:
     assert said[0] == said[1] != ""
 
 
+def notebook_cells() -> tuple[Any, list[Any]]:
+    """The notebook, which is kept without outputs, and its cells of code."""
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    return notebook, cells
+
+
 # How many steps the notebook's runs take, and fewer.
 STEPS = {
     '"train.steps=40"': '"train.steps=4"',
@@ -201,26 +211,43 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("is_short", [full(True), slow(False)])
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
-def test_the_notebook_runs(is_short: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is kept without outputs. What the model answers in its last cell, after all of its steps, was in the data."""
-    import nbformat
+def test_the_notebooks_cells_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer steps, and without Jupyter."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
+    monkeypatch.chdir(tmp_path)
+    said, names = [], {}
+    sources = [cell.source for cell in notebook_cells()[1]]
+    for steps, fewer in STEPS.items():
+        assert any(steps in source for source in sources)
+        sources = [source.replace(steps, fewer) for source in sources]
+    for source in sources:
+        exec(compile(source, "cell", "exec", dont_inherit=True), names)
+        said.append(capsys.readouterr().out)
+    assert "resumed from step 4" in said[2]
+    assert "did you mean train.steps?" in said[3]
+    assert len(plt.get_fignums()) == 2
+    plt.close("all")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the model answers in the last cell was in the data."""
     from nbclient import NotebookClient
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in cells)
-    for steps, fewer in STEPS.items() if is_short else ():
-        assert any(steps in cell.source for cell in cells)
-        for cell in cells:
-            cell.source = cell.source.replace(steps, fewer)
+    notebook, cells = notebook_cells()
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
-    assert f"resumed from step {4 if is_short else 40}" in said[2]
+    assert "resumed from step 40" in said[2]
     assert "did you mean train.steps?" in said[3]
-    assert is_short or "July" in said[4]
+    assert "July" in said[4]
     for cell in cells[1:3]:
         assert any("image/png" in output.get("data", {}) for output in cell.outputs)
 

@@ -36,12 +36,14 @@ CASES = [
     Case("llama3", 2, 1, fsdp=(("ignored_modules", ["*.0.*.base_layer", "*.v_proj.base_layer"]),), adapter="dora"),
 ]
 OTHERS = [
-    Case("smollm2", 1, 1),
-    Case("llama3", 2, 1),
     Case("mixtral", 2, 2),
     Case("cohere", 4, 1, fsdp=HYBRID, dp_replicate=2),
     Case("llama3", 3, 1, adapter="saved"),
     Case("granitemoe", 2, 2, ep=4),
+]
+SLOW = [
+    Case("smollm2", 1, 1),
+    Case("llama3", 2, 1),
     Case("qwen3_moe", 4, 1, fsdp=HYBRID, dp_replicate=2, ep=2),
 ]
 
@@ -49,9 +51,9 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for kind in {case.kind for case in CASES + OTHERS} - {"two_experts"}:
+    for kind in {case.kind for case in CASES + OTHERS + SLOW} - {"two_experts"}:
         tiny_model_dir(kind, folder)
-    for case in CASES + OTHERS:
+    for case in CASES + OTHERS + SLOW:
         if case.adapter is not None:
             write_adapter(folder, case.kind, case.adapter)
     config = AutoConfig.for_model(
@@ -80,7 +82,7 @@ def plain(models: Path, case: Case, out: Path, *, changed: bool = False) -> dict
     return {name: bits(tensor) for name, tensor in load_file(out / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("case", [*CASES, *map(full, OTHERS)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(full, OTHERS), *map(slow, SLOW)], ids=str)
 def test_an_engine_has_what_an_export_has(case: Case, models: Path, pool: WorkerPool, tmp_path: Path) -> None:
     buckets = (40 * KIB, 1 * KIB, 1, 64)
     ranks = pool.run(case.world, synced, models, case, torch.bfloat16, buckets)
