@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.parity import reference as synthetic
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from tests.runs import DEMO
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
-DEMO, DEMO_VOCABULARY = Path(__file__).parents[1] / "toml" / "demo", 1024
+DEMO_VOCABULARY = 1024
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -169,6 +170,11 @@ def add_adapter(model: Any, adapter: Path, *, quantize: str = "none") -> None:
 def full(*values: Any, marks: Sequence[pytest.MarkDecorator] = ()) -> Any:
     """A test's parameters that only `make test-all` takes: another case of what the default ones cover."""
     return pytest.param(*values, marks=[pytest.mark.full, *marks])
+
+
+def slow(*values: Any) -> Any:
+    """A test's parameters that only ``pytest -m slow`` takes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")

@@ -14,6 +14,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.run import load
 from tests.workers import WorkerPool
 
+DEMO = Path(__file__).parents[1] / "toml" / "demo"
+
 Run = Callable[..., list[dict[str, Any]]]
 
 
@@ -61,3 +63,45 @@ def resume(run: Run, checkpoint: Path, folder: Path, size: int, *overrides: str)
     """The records of a run in ``folder`` that goes on from a copy of a checkpoint."""
     shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
     return run(folder, size, *overrides)
+
+
+def losses(directory: Path) -> list[float]:
+    """The loss of each step of a run."""
+    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_run(
+    folder: Path,
+    *,
+    model: Path | None = None,
+    data: Path = DEMO / "chat.jsonl",
+    recipe: str = "sft",
+    seq_len: int = 64,
+    steps: int = 6,
+    lr: float = 2e-4,
+    checkpoint: str = "every = 3, keep = 9",
+    more: str = "",
+) -> Path:
+    """Write ``folder / run.toml``: steps in float32 on the demo's conversations, with checkpoints.
+
+    Args:
+        model: its directory, ``folder`` itself unless it is given.
+        checkpoint: keys of that section.
+        more: lines of TOML.
+    """
+    path = folder / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "{recipe}"
+        model.path = "{model or folder}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{data}", seq_len = {seq_len} }}
+        train = {{ steps = {steps}, global_batch_size = 4 }}
+        optimizer.lr = {lr}
+        checkpoint = {{ {checkpoint} }}
+        wandb.mode = "disabled"
+        {more}
+        """,
+        encoding="utf-8",
+    )
+    return path

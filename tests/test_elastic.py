@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.parity.reference import worst_relative
 from fsdp2kit.run import load
+from tests.runs import losses, write_run
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
-SAVED_AT, STEPS = 4, 24
+SAVED_AT, STEPS = 4, 12
 DP2_CP2 = (4, ("mesh.cp=2",))
 MESHES = {"1x1": (1, ()), "4x1": (4, ()), "1x4": (4, ("mesh.cp=4",)), "2x1": (2, ())}
 
@@ -39,21 +39,8 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
-    path = folder / "run.toml"
-    path.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{folder}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = {STEPS}, global_batch_size = 4 }}
-        optimizer.lr = 2e-4
-        checkpoint = {{ every = {SAVED_AT}, keep = 9, export_hf = "never" }}
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
-    )
-    return path
+    saves = f'every = {SAVED_AT}, keep = 9, export_hf = "never"'
+    return write_run(folder, steps=STEPS, checkpoint=saves)
 
 
 Seen = dict[int, tuple[int, list]]
@@ -95,10 +82,6 @@ def tokens(by_rank: list[Seen], index: int) -> list[list[int]]:
     return [row for dp_rank in sorted(parts) for row in parts[dp_rank]]
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("streaming", "meshes"),
@@ -116,8 +99,7 @@ def test_resumed_on_any_mesh(
     straight = tmp_path / "straight"
     expected = pool.run(size, run_and_record, str(toml), [f"run.dir='{straight}'", *common, *mesh])
     following = range(SAVED_AT, STEPS)
-    assert len(following) == 20
-    assert len({str(tokens(expected, index)) for index in following}) == 20, "batches differ at all"
+    assert len({str(tokens(expected, index)) for index in following}) == STEPS - SAVED_AT, "batches differ at all"
     for name in meshes:
         size, mesh = MESHES[name]
         run_dir = tmp_path / name

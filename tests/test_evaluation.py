@@ -27,7 +27,7 @@ from fsdp2kit.run import load
 from fsdp2kit.train import loop
 from tests.checkpoint.jobs import exported_step
 from tests.reference import demo_model_dir
-from tests.runs import run_recipe, runner
+from tests.runs import run_recipe, runner, write_run
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -37,20 +37,7 @@ CP2 = ("mesh.cp=2", "train.micro_batch_size=2")
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = demo_model_dir(tmp_path_factory.mktemp("tied"))
-    path = folder / "run.toml"
-    path.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{folder}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 6, global_batch_size = 4 }}
-        optimizer.lr = 1e-3
-        checkpoint = {{ every = 3, keep = 1, export_dtype = "float32" }}
-        wandb.mode = "disabled"
-        """
-    )
-    return path
+    return write_run(folder, lr=1e-3, checkpoint='every = 3, keep = 1, export_dtype = "float32"')
 
 
 def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:

@@ -193,17 +193,56 @@ def test_every_rank_gets_the_same(pool: WorkerPool, tmp_path: Path) -> None:
     assert said[0] == said[1] != ""
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
-def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is kept without outputs. What the model answers in its last cell was in the data."""
+def notebook_cells() -> tuple[Any, list[Any]]:
+    """The notebook, which is kept without outputs, and its cells of code."""
     import nbformat
-    from nbclient import NotebookClient
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells)
+    return notebook, cells
+
+
+# How many steps the notebook's runs take, and fewer.
+STEPS = {
+    '"train.steps=40"': '"train.steps=4"',
+    '"train.steps=100"': '"train.steps=6"',
+    '"eval.every=20"': '"eval.every=2"',
+}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+def test_the_notebooks_cells_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer steps, and without Jupyter."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
+    monkeypatch.chdir(tmp_path)
+    said, names = [], {}
+    sources = [cell.source for cell in notebook_cells()[1]]
+    for steps, fewer in STEPS.items():
+        assert any(steps in source for source in sources)
+        sources = [source.replace(steps, fewer) for source in sources]
+    for source in sources:
+        exec(compile(source, "cell", "exec", dont_inherit=True), names)
+        said.append(capsys.readouterr().out)
+    assert "resumed from step 4" in said[2]
+    assert "did you mean train.steps?" in said[3]
+    assert len(plt.get_fignums()) == 2
+    plt.close("all")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the model answers in the last cell was in the data."""
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook, cells = notebook_cells()
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert "resumed from step 40" in said[2]

@@ -26,7 +26,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import worst_relative
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import demo_model_dir, needs_integers
-from tests.runs import Run, assert_refused, resume, run_recipe, runner
+from tests.runs import Run, assert_refused, losses, resume, run_recipe, runner, write_run
 from tests.workers import WorkerPool
 from tools import dcp_to_hf as convert
 from tools import generate
@@ -43,21 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def toml(model_dir: Path) -> Path:
-    path = model_dir / "run.toml"
-    path.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{model_dir}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 6, global_batch_size = 4 }}
-        optimizer.lr = 1e-2
-        checkpoint = {{ every = 3, keep = 9 }}
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
-    )
-    return path
+    return write_run(model_dir, lr=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +57,6 @@ def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("straight") / "run"
     run(directory, 2, *LORA)
     return directory
-
-
-def losses(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def other_weights(model_dir: Path, folder: Path) -> Path:

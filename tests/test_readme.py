@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
 from tests.model.test_weights import UNUSUAL
 from tests.reference import TINY, tiny_model
+from tests.workers import FORKS, ending, run_command, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,20 +32,71 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 README = PAGES[0].read_text(encoding="utf-8")
 
 
-@pytest.mark.full
-def test_the_readme_runs(tmp_path: Path) -> None:
+SNIPPETS = [(language, code) for language, code in FENCE.findall(README) if language in ("python", "bash")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What is beside the README."""
     for name in ("toml", "tools", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def _be_snippet(code: str, folder: Path, log: Path) -> None:
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    exec(compile(code, "README", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def _run_line(line: str, folder: Path) -> None:
+    """A command of the README: its module in forks of a process that has imported everything."""
+    words = shlex.split(line, comments=True)
+    assert words[0] in ("python", "torchrun"), line
+    size = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
+    rest = words[words.index("-m") + 1 :] if "-m" in words[:4] else [words[1].replace("/", "."), *words[2:]]
+    rest[0] = rest[0].removesuffix(".py")
+    if rest[0] == "fsdp2kit.checkpoint":
+        rest[0] += ".__main__"
+    if size == 1:
+        done = run_command(*rest, cwd=folder)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        return
+    ranks, logs = start_ranks(size, folder, *rest, cwd=folder)
+    with ending(ranks):
+        for rank in ranks:
+            rank.join(240)
+        assert [rank.exitcode for rank in ranks] == [0] * size, f"{line}\n{logs[0].read_text()}"
+
+
+@pytest.mark.full
+def test_the_readmes_lines_run(folder: Path) -> None:
+    assert len(SNIPPETS) >= 4
+    for language, code in SNIPPETS:
+        if language == "bash":
+            for line in code.splitlines():
+                _run_line(line, folder)
+            continue
+        process = FORKS.Process(target=_be_snippet, args=(code, folder, folder / "log"))
+        process.start()
+        process.join(240)
+        assert process.exitcode == 0, f"{code}\n{(folder / 'log').read_text()}"
+
+
+@pytest.mark.slow
+def test_the_readme_runs(folder: Path) -> None:
+    """As a reader runs it: every command in a shell, with an interpreter of its own."""
     # Commands find the interpreter that runs the tests; the source tree is importable, installed or not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    snippets = [(language, code) for language, code in FENCE.findall(README) if language in ("python", "bash")]
-    assert len(snippets) >= 4
-    for language, code in snippets:
+    for language, code in SNIPPETS:
         # Plain torch says so each time it reads a checkpoint in one process.
         strict = ["-W", "error", "-W", "ignore:torch.distributed is disabled"]
         command = [sys.executable, *strict, "-c", code] if language == "python" else ["bash", "-euc", code]
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
 
 

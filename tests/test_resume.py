@@ -23,7 +23,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
-from tests.reference import demo_model_dir, full
+from tests.reference import demo_model_dir, full, slow
 from tests.runs import run_recipe, runner
 from tests.workers import WorkerPool
 
@@ -122,7 +122,7 @@ def test_losses_move_at_all(straight: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "mesh"),
-    [full("dp2", 2, CP2), full("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
+    [full("dp2", 2, CP2), slow("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
 )
 def test_resumed_on_another_mesh_the_numbers_agree(
     name: str, size: int, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path

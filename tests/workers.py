@@ -19,9 +19,9 @@ from typing import Any
 
 # Forks of a process that has imported what takes seconds to import.
 FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["recipes.sft", "tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers", "tests.frozen"]
-)
+_RECIPES = ["recipes.sft", "recipes.dpo", "recipes.distill", "recipes.grpo"]
+_BENCH = ["tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"]
+FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.parallel.jobs", "tests.frozen"])
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
@@ -140,38 +140,50 @@ class WorkerPool:
         self._folder.cleanup()
 
 
-def run_command(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_command(
+    module: str, *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``python -m MODULE ARGUMENT …``; its output and exit code."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        process = start_command(module, *arguments, stdout=stdout, stderr=stderr, **environment)
+        process = start_command(module, *arguments, stdout=stdout, stderr=stderr, cwd=cwd, **environment)
         process.join(300)
         said, complained = (path.read_text(encoding="utf-8") for path in (stdout, stderr))
     assert process.exitcode is not None, "it has not ended"
     return subprocess.CompletedProcess(arguments, process.exitcode, said, complained)
 
 
-def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **environment: str) -> Any:
+def start_command(
+    module: str, *arguments: str, stdout: Path, stderr: Path, cwd: Path | None = None, **environment: str
+) -> Any:
     """``python -m MODULE ARGUMENT …`` as a fork of a process that has imported everything."""
-    process = FORKS.Process(target=_be_command, args=(module, arguments, environment, str(stdout), str(stderr)))
+    process = FORKS.Process(target=_be_command, args=(module, arguments, environment, str(stdout), str(stderr), cwd))
     process.start()
     return process
 
 
-def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[list[Any], list[Path]]:
+def start_ranks(
+    size: int, logs: Path, module: str, *arguments: str, cwd: Path | None = None
+) -> tuple[list[Any], list[Path]]:
     """Start a command on every rank of a job, as torchrun does; each rank's process, and the path of its output."""
     paths = [logs / f"rank-{rank}.log" for rank in range(size)]
     local = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
-    return start_job(paths, [(module, *arguments)] * size, local), paths
+    return start_job(paths, [(module, *arguments)] * size, local, cwd=cwd), paths
 
 
-def start_job(paths: Sequence[Path], commands: Sequence[Sequence[str]], local: Sequence[dict[str, str]]) -> list[Any]:
+def start_job(
+    paths: Sequence[Path],
+    commands: Sequence[Sequence[str]],
+    local: Sequence[dict[str, str]],
+    *,
+    cwd: Path | None = None,
+) -> list[Any]:
     """Start a process for each rank of a job: its module and arguments, and what it has in its environment alone."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(commands))}
     return [
-        start_command(*command, stdout=path, stderr=path, **job, **own, RANK=str(rank))
+        start_command(*command, stdout=path, stderr=path, cwd=cwd, **job, **own, RANK=str(rank))
         for rank, (path, command, own) in enumerate(zip(paths, commands, local, strict=True))
     ]
 
@@ -188,11 +200,18 @@ def ending(ranks: list[Any]) -> Iterator[None]:
 
 
 def _be_command(
-    module: str, arguments: tuple[str, ...], environment: dict[str, str], stdout: str, stderr: str
+    module: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    stdout: str,
+    stderr: str,
+    cwd: Path | None = None,
 ) -> None:
     from fsdp2kit.distributed import end_process
 
     os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.orig_argv = [sys.executable, f"{module.replace('.', '/')}.py", *arguments]

@@ -74,7 +74,7 @@ def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()
     return kills
 
 
-@pytest.mark.parametrize("runs", [1, full(4)])
+@pytest.mark.parametrize("runs", [1, full(3)])
 def test_killed_runs_end_as_if_they_had_not_been(
     runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from tests.checkpoint import jobs
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
 from tests.checkpoint.test_convert import tool
 from tests.hosts import start_hosts
+from tests.reference import slow
 from tests.workers import WorkerPool, ending
 
 _MISSING = [name for name in ("moto", "flask", "flask_cors", "s3fs") if importlib.util.find_spec(name) is None]
@@ -70,7 +71,7 @@ def names(url: str) -> list[str]:
     return sorted(path.name for path in UPath(url).iterdir())
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [slow(False), True])
 def test_saved_kept_checked_and_converted(tmp_path: Path, url: str, is_async: bool) -> None:
     _, path = saved_alone(tmp_path, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async, dir=f"{url}/run")
     assert names(f"{url}/run") == ["step-000002", "step-000004"]
@@ -106,7 +107,7 @@ def save_and_export(folder: Path, url: str, environment: dict[str, str], is_asyn
     return jobs.full_state(model, optimizer)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, slow(True)])
 def test_ranks_save_and_export_and_another_mesh_resumes(
     pool: WorkerPool, tmp_path: Path, url: str, account: dict[str, str], is_async: bool
 ) -> None:
@@ -164,7 +165,7 @@ def exported(url: str) -> dict[str, Any]:
         return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("is_async", ["true", "false"])
+@pytest.mark.parametrize("is_async", ["true", slow("false")])
 def test_two_hosts_without_a_shared_disk_are_killed_in_a_save_change_places_and_go_on(
     tmp_path: Path, url: str, account: dict[str, str], is_async: str
 ) -> None:

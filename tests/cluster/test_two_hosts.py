@@ -17,12 +17,12 @@ import pytest
 from tests.checkpoint.chaos import complete_steps
 from tests.checkpoint.test_chaos import TOML, outcome
 from tests.cluster.hosts import Hold, Hosts, Job
-from tests.reference import full
+from tests.reference import full, slow
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5")
-SHORT = "run.timeout_minutes=0.25"
+SHORT = "run.timeout_minutes=0.15"
 
 FORWARD = "fsdp2kit.train.step:cross_entropy"
 CLIP = "fsdp2kit.train.loop:clip_gradients"
@@ -34,10 +34,6 @@ EXPORT = "fsdp2kit.checkpoint.hf:dcp_to_hf"
 ASYNC = "checkpoint.async_save=true"
 
 Outcome = tuple[list[tuple[float, ...]], str]
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

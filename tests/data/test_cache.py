@@ -22,6 +22,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
+from tests.reference import full, slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "toml" / "demo_cp2.toml")
@@ -81,8 +82,7 @@ def test_a_check_needs_no_cache(
     assert said.err.count("cannot be written") == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("options", [("--check", "mesh.cp=1"), ("run.dir={folder}/run", *SHORT)])
+@pytest.mark.parametrize("options", [slow(("--check", "mesh.cp=1")), full(("run.dir={folder}/run", *SHORT))])
 def test_a_run_and_a_check_need_no_home(tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "home").touch()
     (tmp_path / "tmp").mkdir()

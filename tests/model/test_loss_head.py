@@ -27,7 +27,7 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from tests.parallel.jobs import Case, build, run_cases
-from tests.reference import beyond, full, make_batches, make_rows, tiny_model, tiny_model_dir
+from tests.reference import beyond, full, make_batches, make_rows, slow, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50
@@ -396,10 +396,19 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("param_dtype", "output_dtype"),
-    [("bfloat16", "float32"), full("bfloat16", "bfloat16"), full("float32", "bfloat16")],
+    ("kind", "param_dtype", "output_dtype"),
+    [
+        ("smollm2", "bfloat16", "float32"),
+        ("llama3", "bfloat16", "float32"),
+        full("smollm2", "float32", "bfloat16"),
+        full("llama3", "bfloat16", "bfloat16"),
+        full("cohere", "bfloat16", "float32"),
+        slow("smollm2", "bfloat16", "bfloat16"),
+        slow("llama3", "float32", "bfloat16"),
+        slow("cohere", "bfloat16", "bfloat16"),
+        slow("cohere", "float32", "bfloat16"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", full("cohere")])
 def test_units_may_return_another_dtype_than_they_compute_in(
     kind: str, param_dtype: str, output_dtype: str, pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from fsdp2kit.torch_compat import (
     cuda_flash_attention_backward,
 )
 from tests.parallel.test_segments import positions_of, transformers_mask
-from tests.reference import full
+from tests.reference import full, slow
 from tests.workers import WorkerPool
 
 LENGTH = 48
@@ -289,7 +289,7 @@ def exchanged(method: Any, name: str, window: int | None) -> list[Tensor]:
     return [gather_sequence(part, group=group, method=method, dim=2) for part in parts]
 
 
-@pytest.mark.parametrize("cp", [2, full(3), full(4)])
+@pytest.mark.parametrize("cp", [2, full(3), slow(4)])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
 def test_exchanges(cp: int, method: str, pool: WorkerPool) -> None:
     for name, window in CASES:

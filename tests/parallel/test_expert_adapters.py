@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -22,17 +21,17 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.reference import Curves, errors, load_plain, plain_loop, worst_relative
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import (
-    DEMO,
     add_adapter,
     beyond,
     demo_model_dir,
     full,
     make_batches,
     plain_batches,
+    slow,
     tiny_model_dir,
     write_adapter,
 )
-from tests.runs import resume, runner
+from tests.runs import losses, resume, runner, write_run
 from tests.workers import WorkerPool
 from tools import plan
 
@@ -42,15 +41,17 @@ DEFAULT = [
     Case("qwen3_moe", 2, 1, 1, adapter="experts", checkpointing="full"),
 ]
 FULL = [
-    Case("qwen3_moe", 2, 1, 2, ep=2, adapter="lora"),
-    Case("qwen3_moe", 1, 2, 1, adapter="experts"),
     Case("qwen3_moe", 2, 2, 1, HYBRID, dp_replicate=2, adapter="experts", checkpointing="selective"),
     Case("qwen3_moe", 1, 3, 1, (("unit", "size"), ("min_params", 2_000)), adapter="experts"),
-    Case("mixtral", 2, 1, 2, adapter="experts", pack=False),
     Case("mixtral", 4, 1, 1, (("reduce_every_micro_batch", False),), adapter="experts"),
     Case("qwen3_moe", 2, 2, 1, ep=4, adapter="lora", checkpointing="selective"),
     Case("qwen3_moe", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, adapter="dora", checkpointing="full"),
     Case("qwen3_moe", 2, 1, 1, ep=2, adapter="saved"),
+]
+SLOW = [
+    Case("qwen3_moe", 2, 1, 2, ep=2, adapter="lora"),
+    Case("qwen3_moe", 1, 2, 1, adapter="experts"),
+    Case("mixtral", 2, 1, 2, adapter="experts", pack=False),
     Case("qwen3_moe", 2, 1, 1, ep=2, adapter="layer", checkpointing="full"),
 ]
 
@@ -68,7 +69,7 @@ def write_expert_adapter(folder: Path, kind: str) -> None:
         model.save_pretrained(str(folder / f"{kind}-experts"))
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *map(full, FULL)], ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT, *map(full, FULL), *map(slow, SLOW)], ids=str)
 def test_training_equals_pefts(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     """Gradients of every factor, and five steps with clipping, against transformers and peft in one process."""
     tiny_model_dir(case.kind, tmp_path)
@@ -97,31 +98,10 @@ def test_training_equals_pefts(case: Case, pool: WorkerPool, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moe")
-    demo_model_dir(folder, kind="qwen3_moe")
-    path = folder / "run.toml"
-    path.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{folder}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 6, global_batch_size = 4 }}
-        optimizer.lr = 1e-2
-        checkpoint = {{ every = 3, keep = 9 }}
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
-    )
-    return path
+    return write_run(demo_model_dir(tmp_path_factory.mktemp("moe"), kind="qwen3_moe"), lr=1e-2)
 
 
-def losses(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "muon"])
+@pytest.mark.parametrize("optimizer", [full("adamw"), slow("adamw_bf16"), slow("muon")])
 def test_a_run_resumes_on_other_meshes_and_is_exported(
     optimizer: str, pool: WorkerPool, toml: Path, tmp_path: Path
 ) -> None:

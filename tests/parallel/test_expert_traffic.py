@@ -24,7 +24,6 @@ from tests.workers import WorkerPool
 
 HYBRID = (("strategy", "hybrid_shard"),)
 CASES = [
-    Case("qwen3_moe", 4, 1, 1, ep=2),
     Case("qwen3_moe", 4, 1, 1, ep=4, checkpointing="full"),
     Case("qwen3_moe", 2, 2, 2, ep=2, checkpointing="selective"),
     Case("qwen3_moe", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, checkpointing="full"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,25 @@ from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_preflight import check
 from tests.reference import (
-    DEMO,
     MIXTURES,
     beyond,
     demo_model_dir,
     full,
     make_batches,
     plain_batches,
+    slow,
     tiny_model_dir,
 )
-from tests.test_elastic import losses, run_and_record
+from tests.runs import losses, resume, runner, write_run
 from tests.workers import WorkerPool
 
 EXPERTS, TOKENS, VISITED, WIDTH = 7, 10, 3, 16
 HYBRID = (("strategy", "hybrid_shard"),)
 ONCE = (("reduce_every_micro_batch", False),)
+SAVES = "every = 2, keep = 9"
 DEFAULT = [Case("qwen3_moe", 2, 2, 1, ep=4, checkpointing="full"), Case("mixtral", 2, 1, 2, ep=2, pack=False)]
 FULL = [
-    Case("qwen3_moe", 2, 1, 2, ep=2),
-    Case("qwen3_moe", 1, 2, 2, ep=2),
-    Case("mixtral", 4, 1, 1, ep=2),
     Case("qwen3_moe", 2, 2, 2, ep=2, checkpointing="selective"),
-    Case("qwen3_moe", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, checkpointing="selective"),
     Case("mixtral", 4, 1, 1, ONCE, ep=4, pack=False),
     Case("qwen3_moe", 4, 1, 1, (("strategy", "shard_grad_op"),), ep=2, checkpointing="full"),
 ]
@@ -67,6 +63,12 @@ def pairs(kind: str) -> list[Case]:
         if kind != "gpt_oss" or cp == 1:
             cases.append(Case(kind, dp, cp, micro, fsdp, ep=ep, **options))
     return cases
+
+
+def one_mesh(kind: str) -> list[Case]:
+    """One of `pairs`, another for each family: over all families, each mesh comes once."""
+    cases = pairs(kind)
+    return [cases[FAMILIES.index(kind) % len(cases)]]
 
 
 def rows_of(dp: int) -> int:
@@ -139,16 +141,18 @@ def test_training_equals_the_plain_loop(case: Case, pool: WorkerPool, tmp_path: 
     assert not beyond(errors(found, exact), errors(other, exact))
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("choose", [full(one_mesh), slow(pairs)])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_families_train_as_in_the_plain_loop(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+def test_families_train_as_in_the_plain_loop(
+    kind: str, choose: Callable[[str], list[Case]], pool: WorkerPool, tmp_path: Path
+) -> None:
     """Uneven experts, groups of them, biases, an idle one; gradients are clipped."""
     path = tiny_model_dir(kind, tmp_path)
     groups: dict[tuple[bool, int], list[Case]] = {}
-    for case in pairs(kind):
+    for case in choose(kind):
         groups.setdefault((case.pack, rows_of(case.dp)), []).append(case)
     for (pack, rows), cases in groups.items():
-        batches = (make_batches if pack else plain_batches)(rows=rows)
+        batches = (make_batches if pack else plain_batches)(3, rows=rows)
         exact, other = (plain_loop(path, batches, lr=1e-3, micro_batch_size=size) for size in (rows, 1))
         assert min(exact.grad_norm) > 0.5, "nothing is clipped"
         for world in sorted({case.world for case in cases}):
@@ -160,46 +164,37 @@ def test_families_train_as_in_the_plain_loop(kind: str, pool: WorkerPool, tmp_pa
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moe")
-    demo_model_dir(folder, kind="qwen3_moe")
-    path = folder / "run.toml"
-    path.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{folder}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 6, global_batch_size = 4 }}
-        optimizer.lr = 2e-4
-        checkpoint = {{ every = 3, keep = 9 }}
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
-    )
-    return path
+    return write_run(demo_model_dir(tmp_path_factory.mktemp("moe"), kind="qwen3_moe"), steps=4, checkpoint=SAVES)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit", "muon"])
-def test_checkpoints_fit_any_ep(optimizer: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
-    """Saved with ep = 2, resumed with 1, 2 and 4; and the export is that of one rank."""
+ANY_EP = ((1, ()), (4, ("mesh.ep=4",)), (2, ("mesh.ep=2", "mesh.cp=2")))
+OPTIMIZERS = ("adamw_bf16", "adamw_8bit", "muon")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "meshes"),
+    [
+        full("adamw", ANY_EP),
+        full("adamw_8bit", ANY_EP[:1]),
+        full("muon", ANY_EP[:1]),
+        *(slow(name, ANY_EP) for name in OPTIMIZERS),
+    ],
+)
+def test_checkpoints_fit_any_ep(
+    optimizer: str, meshes: Sequence[tuple[int, Sequence[str]]], pool: WorkerPool, toml: Path, tmp_path: Path
+) -> None:
+    """Saved with ep = 2, resumed with others; and the export is that of one rank."""
     if optimizer == "adamw_8bit":
         pytest.importorskip("torchao")
-    name = f"optimizer.name={optimizer}"
-
-    def run(size: int, directory: Path, overrides: Sequence[str]) -> list[float]:
-        pool.run(size, run_and_record, str(toml), [f"run.dir='{directory}'", name, *overrides])
-        return losses(directory)
-
-    straight = run(4, tmp_path / "straight", ["mesh.ep=2", "mesh.cp=2"])
-    assert worst_relative(run(1, tmp_path / "one", []), straight) < 1e-5
-    one, dealt = (AutoModelForCausalLM.from_pretrained(tmp_path / run / "hf") for run in ("one", "straight"))
+    run, name = runner(pool, toml), f"optimizer.name={optimizer}"
+    run(tmp_path / "straight", 4, name, "mesh.ep=2", "mesh.cp=2")
+    straight, checkpoint = losses(tmp_path / "straight"), tmp_path / "straight" / "checkpoints" / "step-000002"
+    for size, overrides in meshes:
+        resumed = resume(run, checkpoint, tmp_path / f"{size}", size, name, *overrides)
+        assert worst_relative([line["loss"] for line in resumed], straight[2:]) < 1e-5
+    one, dealt = (AutoModelForCausalLM.from_pretrained(tmp_path / run / "hf") for run in ("1", "straight"))
     differences = [(p - q).abs().max() for p, q in zip(one.parameters(), dealt.parameters(), strict=True)]
     assert max(differences) < (1e-3 if optimizer in ("muon", "adamw_8bit") else 1e-5)
-    for size, overrides in ((1, []), (4, ["mesh.ep=4"]), (2, ["mesh.ep=2", "mesh.cp=2"])):
-        directory, checkpoint = tmp_path / f"{size}", Path("checkpoints") / "step-000003"
-        shutil.copytree(tmp_path / "straight" / checkpoint, directory / checkpoint)
-        assert worst_relative(run(size, directory, overrides), straight[3:]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,11 @@ def _rounded(_layer: object, args: Any, kwargs: Any) -> Any:
         pytest.param("ernie4_5_moe", (), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("storage_dtype", "bfloat16"),), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("unit", "size"), ("min_params", 1)), marks=pytest.mark.full),
-        pytest.param("ernie4_5_moe", (("unit", "root"),), marks=pytest.mark.full),
-        pytest.param("flint", (), marks=pytest.mark.full),
         pytest.param("deepseek_v4", (), marks=pytest.mark.full),
-        pytest.param("hy_v4", (), marks=pytest.mark.full),
         pytest.param("olmo_hybrid", (), marks=pytest.mark.full),
+        pytest.param("ernie4_5_moe", (("unit", "root"),), marks=pytest.mark.slow),
+        pytest.param("flint", (), marks=pytest.mark.slow),
+        pytest.param("hy_v4", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_step_computes_and_exports_what_transformers_does(

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case
-from tests.reference import full, make_batches, tiny_model
+from tests.reference import full, make_batches, slow, tiny_model
 from tests.workers import WorkerPool
 
 LAYERS = 6
@@ -63,10 +63,23 @@ def most_at_once(folder: Path, case: Case) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
-@pytest.mark.parametrize("checkpointing", [full(False), "full"])
-@pytest.mark.parametrize(("ahead", "whole"), [full(0, 1), (1, 2), full(2, 3), (4, 5), full(9, LAYERS)])
+@pytest.mark.parametrize(
+    ("checkpointing", "ahead", "whole"),
+    [
+        ("full", 1, 2),
+        ("full", 4, 5),
+        full("full", 9, LAYERS),
+        full(False, 0, 1),
+        full(False, 2, 3),
+        slow("full", 0, 1),
+        slow("full", 2, 3),
+        slow(False, 1, 2),
+        slow(False, 4, 5),
+        slow(False, 9, LAYERS),
+    ],
+)
 def test_a_depth_of_n_leaves_n_plus_one_layers_whole(
-    ahead: int, whole: int, checkpointing: bool | str, pool: WorkerPool, tmp_path: Path
+    checkpointing: bool | str, ahead: int, whole: int, pool: WorkerPool, tmp_path: Path
 ) -> None:
     config = tiny_model("llama3").config
     config.num_hidden_layers = LAYERS

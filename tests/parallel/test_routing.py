@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from tests.reference import full, make_rows, tiny_model
+from tests.reference import full, make_rows, slow, tiny_model
 
 ROWS = make_rows(0)
+MODES = ("full", "selective")
 OTHERS = ["mixtral", "glm4_moe", "granitemoe", "olmoe"]
 
 
@@ -57,8 +59,14 @@ class Routers:
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", *map(full, OTHERS)])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *itertools.product(("qwen3_moe", "deepseek_v3"), MODES),
+        *(full(kind, MODES[number % 2]) for number, kind in enumerate(OTHERS)),
+        *(slow(kind, MODES[1 - number % 2]) for number, kind in enumerate(OTHERS)),
+    ],
+)
 def test_recomputation_routes_as_the_forward(kind: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(noise: float, *, checkpointed: bool = True, again: bool = False) -> tuple[Routers, list[Tensor]]:
         """With ``again``, recomputation chooses again, as in compiled layers."""

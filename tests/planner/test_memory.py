@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ from tests.planner.models import (
     small,
 )
 from tests.planner.trace import StepAllocations, log_likelihood, trace_step
-from tests.reference import ADAMW_8BIT, full, make_batches, needs_integers, tiny_model, tiny_model_dir
+from tests.reference import ADAMW_8BIT, full, make_batches, needs_integers, slow, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -221,7 +222,27 @@ DEFAULT = (
     "llama, ulysses over 2",
     "experts dealt out over 2, full",
 )
-OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name in CASES if name not in DEFAULT]
+# Others of `CASES` hold what is particular to these.
+REPEATED = (
+    "llama, long, full",
+    "hybrid_shard, accumulated",
+    "accumulated",
+    "tied, held back",
+    "lora",
+    "nf4",
+    "experts dealt out over 4",
+)
+OTHERS = [
+    pytest.param(
+        name,
+        marks=[
+            pytest.mark.slow if name in REPEATED else pytest.mark.full,
+            *([needs_integers] if "nf4" in name else []),
+        ],
+    )
+    for name in CASES
+    if name not in DEFAULT
+]
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *OTHERS])
@@ -236,10 +257,13 @@ REWARDS = {"reward": [{"function": "a:b"}], "data": {"path": "x", "seq_len": 512
 ROLLOUTS = {"rollout": {"n": 4, "max_new_tokens": 64}, "grpo": {"kl": 0.1}, **REWARDS}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "dtype", "mode"),
-    [("llama8b", "bfloat16", "none"), ("llama8b", "float32", "full"), ("llama1b", "bfloat16", "selective")],
+    [
+        full("llama8b", "float32", "full"),
+        full("llama1b", "bfloat16", "selective"),
+        slow("llama8b", "bfloat16", "none"),
+    ],
 )
 def test_objectives_of_log_probabilities_agree_with_the_trace(model: str, dtype: str, mode: str) -> None:
     """Preferences and rewards: their heads compute the logits again. Reference and engine lie beside the step."""
@@ -350,8 +374,18 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
     return {"between": between, "rest": rest}
 
 
-@pytest.mark.parametrize("mode", ["none", full("full"), "selective"])
-@pytest.mark.parametrize(("cp", "method"), [(1, "auto"), full(2, "allgather"), (2, "ulysses")])
+@pytest.mark.parametrize(
+    ("cp", "method", "mode"),
+    [
+        *itertools.product([1], ["auto"], ["none", "selective"]),
+        *itertools.product([2], ["ulysses"], ["none", "selective"]),
+        full(1, "auto", "full"),
+        full(2, "allgather", "selective"),
+        slow(2, "ulysses", "full"),
+        slow(2, "allgather", "none"),
+        slow(2, "allgather", "full"),
+    ],
+)
 def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, pool: WorkerPool, tmp_path: Path) -> None:
     """A scaled-down copy of SmolLM2 (9 heads, 3 of keys, tied) on two ranks."""
     tiny_model_dir("smollm2", tmp_path)

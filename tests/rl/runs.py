@@ -44,7 +44,7 @@ def write_toml(folder: Path, *, kind: str = "smollm2_even") -> Path:
         grpo = {{ kl = 0.05 }}
         train = {{ steps = 4, global_batch_size = 16 }}
         optimizer.lr = 3e-3
-        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
+        checkpoint = {{ every = 0, keep = 9, export_hf = "never" }}
         wandb.mode = "disabled"
     """)
     return folder / "run.toml"

@@ -37,6 +37,7 @@ from tests.reference import full
 from tests.rl.runs import prompts_of, write_toml
 from tests.workers import WorkerPool
 
+SAVES = ("checkpoint.every=1",)
 DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=2")
 
 
@@ -116,8 +117,8 @@ def test_experts_that_are_dealt_out_change_nothing(pool: WorkerPool, tmp_path: P
 
 @pytest.mark.full
 def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    awake = run(pool, toml, tmp_path / "awake", 2, *CP2)
-    asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "rollout.sleep=true")
+    awake = run(pool, toml, tmp_path / "awake", 2, *CP2, "train.steps=2")
+    asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "train.steps=2", "rollout.sleep=true")
     assert numbers(asleep) == numbers(awake)
     assert all(one["seconds/sleep"] > 0 and one["seconds/wake_up"] > 0 for one in asleep)
     assert not any("seconds/sleep" in one for one in awake)
@@ -196,7 +197,7 @@ def test_model_reference_and_optimizer_sleep_while_responses_are_generated(
 def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     step: int, toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    options = (*DP2, "rollout.updates=2", "grpo.loss=dapo", "data.path=" + str(toml.parent / "prompts.jsonl"))
+    options = (*DP2, *SAVES, "rollout.updates=2", "grpo.loss=dapo", "data.path=" + str(toml.parent / "prompts.jsonl"))
     straight = run(pool, toml, tmp_path / "straight", 2, *options)
     assert any(one["clip_fraction"] for one in straight)
     name = f"checkpoints/step-{step:06d}"
@@ -210,7 +211,7 @@ def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
 def test_killed_anywhere_in_a_cycle_every_digit_is_the_same(toml: Path, tmp_path: Path) -> None:
     """Each start gets a little further than the one before, and is killed in another phase."""
     harness = Harness(tmp_path / "starts", toml=toml, size=2)
-    options = (*DP2, "train.steps=10", "rollout.updates=2", "rollout.sleep=true")
+    options = (*DP2, *SAVES, "train.steps=10", "rollout.updates=2", "rollout.sleep=true")
     assert harness.start([f"run.dir='{tmp_path / 'straight'}'", *options]) == -1
     moments = [("bucket", 2), ("reward", 2), ("generate", 2), ("step", 2), ("completing", 1)]
     dooms = [Doom(at % 2, at > 2, phase, occurrence, delay=0.0) for at, (phase, occurrence) in enumerate(moments)]
@@ -303,7 +304,7 @@ def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
 def test_rollouts_ahead_are_one_batch_old(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     def ahead(name: str, *overrides: str) -> list[dict[str, Any]]:
         directory = tmp_path / name
-        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, *overrides]
+        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, *SAVES, *overrides]
         assert set(pool.run(2, _run_with_a_server, str(toml), options)) == {""}
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 

@@ -23,7 +23,7 @@ from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
-from tests.reference import full, tiny_model
+from tests.reference import full, slow, tiny_model
 from tests.rl.jobs import bits, change
 from tests.rl.test_engine import STOPS, config_of, engine_of, requests
 from tests.workers import WorkerPool
@@ -74,12 +74,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 HYBRID = (("strategy", "hybrid_shard"),)
 SPLIT = [
-    full(Case("smollm2_even", 1, 2), 1),
     (Case("smollm2_even", 1, 2), 2),
-    full(Case("llama3_even", 2, 1), 1),
     (Case("llama3_even", 2, 1), 2),
+    full(Case("llama3_even", 2, 1), 1),
     full(Case("smollm2_even", 2, 2), 2),
-    full(Case("llama3_even", 2, 2), 1),
+    slow(Case("smollm2_even", 1, 2), 1),
+    slow(Case("llama3_even", 2, 2), 1),
     full(Case("qwen3_moe_even", 4, 1, fsdp=HYBRID, dp_replicate=2), 2),
 ]
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.weight_sync import _plan
 from tests.parallel.jobs import Case
-from tests.reference import _SIZES, full, tiny_model_dir, write_adapter
+from tests.reference import _SIZES, full, slow, tiny_model_dir, write_adapter
 from tests.rl.jobs import bits, broken, change, cost, send_and_wait, synced
 from tests.workers import FORKS, WorkerPool
 
@@ -36,12 +36,14 @@ CASES = [
     Case("llama3", 2, 1, fsdp=(("ignored_modules", ["*.0.*.base_layer", "*.v_proj.base_layer"]),), adapter="dora"),
 ]
 OTHERS = [
-    Case("smollm2", 1, 1),
-    Case("llama3", 2, 1),
     Case("mixtral", 2, 2),
     Case("cohere", 4, 1, fsdp=HYBRID, dp_replicate=2),
     Case("llama3", 3, 1, adapter="saved"),
     Case("granitemoe", 2, 2, ep=4),
+]
+SLOW = [
+    Case("smollm2", 1, 1),
+    Case("llama3", 2, 1),
     Case("qwen3_moe", 4, 1, fsdp=HYBRID, dp_replicate=2, ep=2),
 ]
 
@@ -49,9 +51,9 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for kind in {case.kind for case in CASES + OTHERS} - {"two_experts"}:
+    for kind in {case.kind for case in CASES + OTHERS + SLOW} - {"two_experts"}:
         tiny_model_dir(kind, folder)
-    for case in CASES + OTHERS:
+    for case in CASES + OTHERS + SLOW:
         if case.adapter is not None:
             write_adapter(folder, case.kind, case.adapter)
     config = AutoConfig.for_model(
@@ -80,7 +82,7 @@ def plain(models: Path, case: Case, out: Path, *, changed: bool = False) -> dict
     return {name: bits(tensor) for name, tensor in load_file(out / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("case", [*CASES, *map(full, OTHERS)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(full, OTHERS), *map(slow, SLOW)], ids=str)
 def test_an_engine_has_what_an_export_has(case: Case, models: Path, pool: WorkerPool, tmp_path: Path) -> None:
     buckets = (40 * KIB, 1 * KIB, 1, 64)
     ranks = pool.run(case.world, synced, models, case, torch.bfloat16, buckets)
@@ -103,8 +105,17 @@ def test_an_engine_has_what_an_export_has(case: Case, models: Path, pool: Worker
             assert again.keys() < second.keys(), "what is frozen is sent once"
 
 
-@pytest.mark.parametrize("mib", [1 * KIB, full(20 * KIB), 1])
-@pytest.mark.parametrize("kind", [full("llama3"), "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "mib"),
+    [
+        ("mixtral", 1 * KIB),
+        ("mixtral", 1),
+        full("llama3", 20 * KIB),
+        slow("mixtral", 20 * KIB),
+        slow("llama3", 1 * KIB),
+        slow("llama3", 1),
+    ],
+)
 def test_a_sync_holds_two_buckets_and_sends_the_engines_dtype(
     kind: str, mib: float, models: Path, pool: WorkerPool
 ) -> None:

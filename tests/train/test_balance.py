@@ -55,12 +55,12 @@ from tests.reference import (
     full,
     make_batches,
     plain_batches,
+    slow,
     tiny_model,
     tiny_model_dir,
 )
-from tests.runs import runner
+from tests.runs import resume, runner, write_run
 from tests.test_dpo import PAIRS
-from tests.test_elastic import run_and_record
 from tests.workers import WorkerPool
 
 WEIGHT, LR = 0.5, 1e-3  # so heavy that the loss of the load is a large part of the gradients
@@ -218,19 +218,22 @@ def glm_dir(folder: Path, *, vocabulary: int = VOCABULARY, dtype: torch.dtype = 
 HYBRID = (("strategy", "hybrid_shard"),)
 ONCE = (("reduce_every_micro_batch", False),)
 FULL = [
+    Case("qwen3_moe", 2, 2, 2, ep=4, checkpointing="selective", pack=False),
+    Case("mixtral", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, checkpointing="full", pack=False),
+    Case("mixtral", 2, 1, 1, ONCE, pack=False),
+]
+SLOW = [
     Case("qwen3_moe"),
     Case("qwen3_moe", micro=4, checkpointing="selective"),
     Case("qwen3_moe", 2, 1, 2, ep=2),
     Case("qwen3_moe", 1, 2, 4),
     Case("qwen3_moe", 2, 2, 1, ep=2, checkpointing="full"),
-    Case("qwen3_moe", 2, 2, 2, ep=4, checkpointing="selective", pack=False),
-    Case("mixtral", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, checkpointing="full", pack=False),
-    Case("mixtral", 2, 1, 1, ONCE, pack=False),
     Case("qwen3_moe", 2, 1, 1, (("strategy", "shard_grad_op"),), checkpointing="full"),
 ]
+DEFAULT = Case("qwen3_moe", 1, 2, 2, ep=2, checkpointing="full")
 
 
-@pytest.mark.parametrize("case", [Case("qwen3_moe", 1, 2, 2, ep=2, checkpointing="full"), *map(full, FULL)], ids=str)
+@pytest.mark.parametrize("case", [DEFAULT, *map(full, FULL), *map(slow, SLOW)], ids=str)
 def test_the_loss_of_the_load_is_that_of_transformers(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir(case.kind, tmp_path)
     batches = make_batches() if case.pack else plain_batches()
@@ -244,11 +247,10 @@ def test_the_loss_of_the_load_is_that_of_transformers(case: Case, pool: WorkerPo
     "case",
     [
         Case("glm4_moe", 1, 2, 2, ep=2, checkpointing="full"),
-        full(Case("glm4_moe", 2, 1, 1, ep=2, checkpointing="full")),
-        full(Case("glm4_moe", micro=4)),
-        full(Case("glm4_moe", 2, 2, 1, ep=2, checkpointing="selective")),
-        full(Case("glm4_moe", 1, 2, 2, pack=False)),
+        full(Case("glm4_moe", 2, 2, 1, ep=2, checkpointing="selective", pack=False)),
         full(Case("glm4_moe", 4, 1, 1, HYBRID, dp_replicate=2)),
+        slow(Case("glm4_moe", 2, 1, 1, ep=2, checkpointing="full")),
+        slow(Case("glm4_moe", micro=4)),
     ],
     ids=str,
 )
@@ -265,45 +267,42 @@ def test_biases_move_by_the_counts_of_the_global_batch(case: Case, pool: WorkerP
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("recipe", "overrides"),
+    ("recipe", "size", "overrides"),
     [
-        ("dpo", ("mesh.ep=2",)),
-        ("distill", ("mesh.ep=2", "distill.cross_entropy_weight=0.5")),
-        ("sft", ("mesh.ep=2", "lora.rank=4", 'lora.target_modules=["q_proj", "o_proj"]')),
-        ("sft", ("lora.rank=4", 'lora.target_modules=["q_proj", "experts"]')),
+        ("dpo", 4, ("mesh.ep=2",)),
+        ("distill", 2, ("mesh.ep=2", "distill.cross_entropy_weight=0.5")),
+        ("sft", 2, ("mesh.ep=2", "lora.rank=4", 'lora.target_modules=["q_proj", "o_proj"]')),
+        ("sft", 2, ("lora.rank=4", 'lora.target_modules=["q_proj", "experts"]')),
     ],
 )
 def test_the_mesh_changes_no_objective(
-    recipe: str, overrides: Sequence[str], pool: WorkerPool, tmp_path: Path
+    recipe: str, size: int, overrides: Sequence[str], pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """Rows of pairs, a second model, adapters: the same on one rank and on four with cp and ep."""
+    """Rows of pairs, a second model, adapters: the same on one rank and on several with cp and ep."""
     model = demo_model_dir(tmp_path / "model", kind="qwen3_moe")
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    toml = tmp_path / "run.toml"
-    teacher = f'distill.teacher = "{model}"' if recipe == "distill" else ""
-    toml.write_text(
-        f"""
-        recipe = "{recipe}"
-        model.path = "{model}"
-        {teacher}
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{data if recipe == "dpo" else DEMO / "chat.jsonl"}", seq_len = 96 }}
-        train = {{ steps = 3, global_batch_size = 4 }}
-        moe = {{ balance = "aux", aux_weight = {WEIGHT} }}
-        optimizer.lr = 1e-3
-        checkpoint.export_hf = "never"
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
+    more = [f'moe = {{ balance = "aux", aux_weight = {WEIGHT} }}']
+    if recipe == "distill":
+        more.append(f'distill.teacher = "{model}"')
+    toml = write_run(
+        tmp_path,
+        model=model,
+        data=data if recipe == "dpo" else DEMO / "chat.jsonl",
+        recipe=recipe,
+        seq_len=96,
+        steps=2,
+        lr=1e-3,
+        checkpoint='export_hf = "never"',
+        more="\n".join(more),
     )
     run = runner(pool, toml)
     alone = (*overrides, "mesh.ep=1")
     one = run(tmp_path / "one", 1, "train.micro_batch_size=2", *alone)
-    four = run(tmp_path / "four", 4, "mesh.cp=2", "activation_checkpointing.mode=full", *overrides)
-    without = run(tmp_path / "without", 1, "moe.balance=none", *alone)
+    several = run(tmp_path / "several", size, "mesh.cp=2", "activation_checkpointing.mode=full", *overrides)
+    without = run(tmp_path / "without", 1, "moe.balance=none", "train.steps=1", *alone)
     for key in ("loss", "grad_norm", "moe/aux_loss", "moe/load_mean", "moe/entropy"):
-        assert worst_relative([line[key] for line in four], [line[key] for line in one]) < 1e-5, key
+        assert worst_relative([line[key] for line in several], [line[key] for line in one]) < 1e-5, key
     assert one[0]["loss"] == pytest.approx(without[0]["loss"], rel=1e-6)
     assert abs(one[0]["grad_norm"] / without[0]["grad_norm"] - 1) > 1e-3
     assert not [key for key in without[0] if key.startswith("moe/")]
@@ -320,40 +319,24 @@ def test_biases_are_kept_and_stay_in_float32(pool: WorkerPool, tmp_path: Path) -
     path = glm_dir(tmp_path, vocabulary=DEMO_VOCABULARY, dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
     shutil.copytree(DEMO / "tokenizer", path, dirs_exist_ok=True)
-    toml, held_out = tmp_path / "run.toml", tmp_path / "held_out.jsonl"
+    held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(
         "".join((DEMO / "chat.jsonl").read_text(encoding="utf-8").splitlines(True)[:4]), encoding="utf-8"
     )
-    toml.write_text(
-        f"""
-        recipe = "sft"
-        model.path = "{path}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 6, global_batch_size = 4 }}
-        moe = {{ balance = "bias", bias_update_rate = {RATE} }}
-        checkpoint = {{ every = 3, keep = 9 }}
-        wandb.mode = "disabled"
-        """,
-        encoding="utf-8",
-    )
-
-    def run(size: int, name: str, *overrides: str) -> list[dict[str, Any]]:
-        pool.run(size, run_and_record, str(toml), [f"run.dir='{tmp_path / name}'", *overrides])
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
-    straight = run(2, "straight", "mesh.ep=2")
+    balance = f'moe = {{ balance = "bias", bias_update_rate = {RATE} }}'
+    saves = "every = 2, keep = 9"
+    run = runner(pool, write_run(tmp_path, model=path, lr=2e-5, steps=4, checkpoint=saves, more=balance))
+    straight = run(tmp_path / "straight", 2, "mesh.ep=2")
     expected = exported_biases(tmp_path / "straight")
     assert {tensor.dtype for tensor in expected.values()} == {torch.float32}
     assert all((tensor - before[name]).abs().max() > 2 * RATE for name, tensor in expected.items())
     evaluating = ("eval.every=1", f"eval.path='{held_out}'", 'eval.prompts=["Hello"]', "eval.max_new_tokens=2")
     for size, overrides in ((1, evaluating), (4, ("mesh.cp=2", "mesh.ep=2"))):
-        checkpoint = Path("checkpoints") / "step-000003"
-        shutil.copytree(tmp_path / "straight" / checkpoint, tmp_path / f"{size}" / checkpoint)
-        resumed = run(size, f"{size}", *overrides)
+        checkpoint = tmp_path / "straight" / "checkpoints" / "step-000002"
+        resumed = resume(run, checkpoint, tmp_path / f"{size}", size, *overrides)
         for key in ("loss", "moe/load_max", "moe/load_mean", "moe/entropy"):
             found = [record[key] for record in resumed]
-            assert worst_relative(found, [record[key] for record in straight[3:]]) < 1e-5, key
+            assert worst_relative(found, [record[key] for record in straight[2:]]) < 1e-5, key
         for name, tensor in exported_biases(tmp_path / f"{size}").items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 

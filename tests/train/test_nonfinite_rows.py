@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from fsdp2kit.command_line import row_numbers, rows_text
 from fsdp2kit.errors import NonFiniteFailure
 from fsdp2kit.train.step import nonfinite_packs
 from tests.checkpoint.test_chaos import TOML
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, run_command
 from tools import preview
 
 
@@ -95,8 +93,8 @@ def test_packs_beyond_the_most_that_are_named_are_counted() -> None:
 @pytest.mark.full
 def test_it_ends_a_run_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML)
-    command = [sys.executable, "-m", "fsdp2kit.run", "run.toml", "run.dir=run", "optimizer.lr=1e38"]
-    ended = subprocess.run([*command, "train.global_batch_size=2"], cwd=tmp_path, capture_output=True, text=True)
+    options = ("run.dir=run", "optimizer.lr=1e38", "train.global_batch_size=2")
+    ended = run_command("fsdp2kit.run", "run.toml", *options, cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: step \d+: the (loss|gradient norm) is ", line)
