@@ -82,6 +82,13 @@ MIXTURES = {
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 7, "logits_scaling": 4.0, "residual_multiplier": 0.5}),
     "olmoe": ("olmoe", {**_MOE, "num_experts": 7, "num_experts_per_tok": 3}),
 }
+# Attention that sees chunks of a document, and layers without RoPE; sinks in every layer of a dense model.
+_CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "attention_chunk_size": 7}
+_LLAMA4 = {**_CHUNKS, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2}
+EVEN["llama4"] = ("llama4_text", _LLAMA4)
+EVEN["granite_swa"] = ("granite_swa", {"sliding_window": 16, "rope_parameters": _PLAIN_ROPE})
+# Every token visits every expert: matrices keep their sizes whatever the tokens are.
+EVEN["gpt_oss_whole"] = ("gpt_oss", {**MIXTURES["gpt_oss"][1], "num_local_experts": 2})
 # Fewer experts than four ranks.
 EVEN["mixtral_few"] = ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2})
 

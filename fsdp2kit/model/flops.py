@@ -9,8 +9,8 @@ FLOPs are those of the model, not of the hardware: recomputation by activation c
 - Experts: the share that one token visits, ``num_experts_per_tok`` ÷ number of experts. Shared experts count in full.
 - Attention: QKᵀ and AV are 2 FLOPs each for every query-key pair, head and channel; causality leaves half of the
   len² pairs of a document; backward is twice the forward. So 3 × 2 × (qk + v channels) × heads × layers × Σ len² ÷ 2.
-  Sliding-window and sparse attention count as full attention, so their MFU comes out too high; the state updates of
-  linear attention and Mamba layers (beside their matrices) are not counted.
+  Sliding-window, chunked and sparse attention count as full attention, so their MFU comes out too high; the state
+  updates of linear attention and Mamba layers (beside their matrices) and attention sinks are not counted.
 """
 
 from __future__ import annotations

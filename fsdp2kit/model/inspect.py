@@ -30,6 +30,7 @@ _SMALL = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 8,
+    "attention_chunk_size": 5,
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
@@ -38,8 +39,14 @@ _SMALL = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16,
 }
-_LAYERS, _HEAD_DIM = 2, 16
+_LAYERS, _HEAD_DIM, _MAMBA_HEADS = 2, 16, 4
+_MOST_KINDS = 3
+"""What a config lists for every layer names kinds if it has so many different values at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +179,22 @@ def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
             raise UserError("data.seq_len", what, todo)
 
 
+def check_temperature(config: PretrainedConfig, *, seq_len: int, cut: bool) -> None:
+    """Refuse queries that are scaled by their place in what a rank holds of a row (Llama 4's layers without RoPE).
+
+    The scale is log1p(⌊(index + 1) / floor_scale⌋)·attn_scale + 1, and so 1 in every row shorter than floor_scale.
+
+    Args:
+        cut: whether the index may be another one than in the document: in packed rows and under context parallelism.
+    """
+    config = config.get_text_config()
+    floor = getattr(config, "floor_scale", None)
+    if cut and floor and getattr(config, "attn_temperature_tuning", False) and seq_len >= floor:
+        what = f"{seq_len} is not below {floor}, from where on the model scales queries by their index in a rank's row"
+        todo = "use a shorter one, or data.pack = false and mesh.cp = 1"
+        raise UserError("data.seq_len", f"{what}, not in their document", todo)
+
+
 def check_attention(attention: str, *, device: torch.device) -> None:
     """Refuse an attention that cannot train on this device."""
     if device.type == "cpu" and attention == "flex_attention":
@@ -271,16 +294,11 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
             if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
                 setattr(config, key, value)
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if getattr(config, key, None) is not None:
-                setattr(config, key, None)
-        depth = min(_LAYERS, config.num_hidden_layers)
-        layer_types = getattr(config, "layer_types", None)
-        config.num_hidden_layers = depth
-        if layer_types:
-            # Every kind of layer must be there: alternating local and global layers need one of each.
-            kinds = list(dict.fromkeys(layer_types))
-            config.num_hidden_layers = depth = max(depth, len(kinds))
-            config.layer_types = (kinds + layer_types)[:depth]
+            ids = getattr(config, key, None)
+            if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= _SMALL["vocab_size"]:
+                with contextlib.suppress(Exception):  # some configs insist on an id, and none looks at it
+                    setattr(config, key, None)
+        _choose_layers(config)
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int) and narrow:
             given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -289,13 +307,61 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
             config.num_attention_heads = groups * kv_heads
             if getattr(config, "num_key_value_heads", None) is not None:
                 config.num_key_value_heads = kv_heads
-            if hasattr(config, "qk_rope_head_dim"):  # latent attention: what is rotated has a width of its own
+            if hasattr(config, "qk_nope_head_dim"):  # latent attention: what is rotated has a width of its own
                 config.head_dim = config.qk_rope_head_dim
                 config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
             elif getattr(config, "head_dim", None) is not None:
-                config.head_dim = _HEAD_DIM
+                with contextlib.suppress(AttributeError):  # a property: hidden size ÷ heads
+                    config.head_dim = _HEAD_DIM
             config.hidden_size = config.num_attention_heads * _HEAD_DIM
+            _narrow_mamba(config)
     return whole
+
+
+def _choose_layers(config: Any) -> None:
+    """Keep few layers, with one of every kind: alternating local and global layers need one of each.
+
+    What a config lists for every layer (kinds of attention and of MLP, layers without RoPE, …) is cut to those kept.
+    """
+    depth = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
+    counted = [key for key, value in lists.items() if value == [*range(depth)]]
+    first = sorted(set().union(*(each for each in map(_first_of_each, lists.values()) if len(each) <= _MOST_KINDS)))
+    if kinds and not any(value == kinds for value in lists.values()):
+        # Computed from the layer's number: the first layers stay as they are.
+        chosen = [*range(max(min(_LAYERS, depth), *(at + 1 for at in _first_of_each(kinds))))]
+    else:
+        others = [at for at in range(depth) if at not in first]
+        chosen = sorted([*first, *others[: max(0, _LAYERS - len(first))]])
+        if getattr(config, "num_kv_shared_layers", None):  # the last ones take keys of others of their kind
+            shared = _first_of_each(kinds or [0])
+            chosen, config.num_kv_shared_layers = [*chosen, *shared], len(shared)
+    config.num_hidden_layers = len(chosen)
+    for key, value in lists.items():
+        setattr(config, key, [*range(len(chosen))] if key in counted else [value[at] for at in chosen])
+        smallest = _SMALL.get(key)
+        if smallest:
+            setattr(config, key, [min(each, smallest) for each in getattr(config, key)])
+
+
+def _first_of_each(values: list[Any]) -> list[int]:
+    """The index at which each different value stands first."""
+    return [at for at, value in enumerate(values) if value not in values[:at]]
+
+
+def _narrow_mamba(config: Any) -> None:
+    """Give Mamba-2's heads a width that suits the narrowed hidden size: heads × width = expand × hidden."""
+    for heads, width in (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim")):
+        if isinstance(getattr(config, heads, None), int):
+            inner = int(getattr(config, "mamba_expand", None) or getattr(config, "expand", 2)) * config.hidden_size
+            setattr(config, heads, _MAMBA_HEADS)
+            setattr(config, width, inner // _MAMBA_HEADS)
+            if getattr(config, "mamba_d_ssm", None):
+                config.mamba_d_ssm = inner
+            for groups in ("mamba_n_groups", "n_groups"):
+                if isinstance(getattr(config, groups, None), int):
+                    setattr(config, groups, min(getattr(config, groups), 2))
 
 
 def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -321,6 +387,8 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
             for parameter in twin.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                elif not parameter.any():  # sinks of heads, biases: what is zero at first takes part as well
+                    parameter.normal_(std=0.2)
             twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
             return twin
     return None

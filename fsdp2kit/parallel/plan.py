@@ -35,12 +35,14 @@ from fsdp2kit.model.inspect import (
     check_attention,
     check_positions,
     check_rope,
+    check_temperature,
     inspect_model,
 )
 from fsdp2kit.model.liger import check_liger
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
 from fsdp2kit.parallel.expert_parallel.routing import check_balance
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
@@ -179,7 +181,10 @@ def plan_parallel(
         traits = traits or inspect_model(model)
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
+        _check_packing(model, config, traits=traits)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
+        _check_packing(model, config, traits=traits, attention=attention)
+        check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or sizes.cp > 1)
         experts = _plan_experts(model, config, sizes)
         layers = set(decoder_layers(model))
         # Weights travel to an engine in rows.
@@ -251,15 +256,28 @@ def _check_model(
     if traits.causal is False:
         what = "its tokens see later tokens, so next-token prediction would learn to copy"
         raise UserError(f"model {name}", what, "use a causal language model")
+
+
+def _check_packing(
+    model: PreTrainedModel, config: TrainingConfig, *, traits: Traits, attention: AttentionPath | None = None
+) -> None:
+    """Refuse packed rows whose documents would see each other.
+
+    Args:
+        attention: None: not chosen yet, and only what no attention of ours would change is refused.
+    """
     if not config.data.pack:
         return
-    what, unknown = None, unknown_kinds(hf_config)
+    name, what, unknown = type(model).__name__, None, unknown_kinds(model.config)
     if traits.separates_packed is None:
         what = f"no small copy of {name} could be tried, so packed documents might see each other"
-    elif not traits.separates_packed:
-        what = f"packed documents would see each other in {name} (tried on a small copy of it)"
     elif unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
+    elif attention is None or traits.separates_packed:
+        return
+    # Other paths were tried with packed rows when they were chosen.
+    elif attention.method is None and attention.kernel != VARLEN and not attention.masks_every_row:
+        what = f"packed documents would see each other in {name} (tried on a small copy of it)"
     if what:
         raise UserError("data.pack", what, "set data.pack = false")
 

@@ -15,8 +15,9 @@ import torch
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World, agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
-from fsdp2kit.model.inspect import Traits
+from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import (
     Curves,
@@ -123,7 +124,8 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
             )
             if world.is_main:
                 write_model(hf_config, config, model, full=full, length=length)
-                reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype)
+                leaks = inspect_model(build_model(config.model)).separates_packed is False
+                reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype, alone=leaks)
         row, document = _probe_row(batches)
         traits: Traits | None = None  # of the one model that all variants train
         for variant in variants(config, world_size=world.size):
@@ -141,18 +143,21 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
         return rows
 
 
-def _run_reference(model: Path, batches: list[Rows], *, dtype: str) -> Reference:
+def _run_reference(model: Path, batches: list[Rows], *, dtype: str, alone: bool) -> Reference:
     """The plain loop in float32, and the bounds for float32 and for ``dtype``.
 
     float32: max(1e-5, 3 × the difference that another micro-batch size makes), at most 1e-3. Another dtype:
     3 × the difference of plain transformers in that dtype from float32.
+
+    Args:
+        alone: run documents one by one, as transformers would not keep packed ones apart.
     """
     row, document = _probe_row(batches)
 
     def run(size: int, dtype: str) -> Numbers:
         computed_in: Any = getattr(torch, dtype)
-        curves = plain_loop(model, batches, micro_batch_size=size, lr=1e-3, dtype=computed_in)
-        return Numbers(curves, *plain_forward(model, row, document=document, dtype=computed_in))
+        curves = plain_loop(model, batches, micro_batch_size=size, lr=1e-3, dtype=computed_in, alone=alone)
+        return Numbers(curves, *plain_forward(model, row, document=document, dtype=computed_in, alone=alone))
 
     def bounds(sizes: tuple[int, int], dtype: str, ceiling: float) -> dict[str, float]:
         controls = [run(size, dtype).differences(exact) for size in sizes]

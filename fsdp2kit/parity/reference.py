@@ -128,11 +128,13 @@ def plain_loop(
     weight_decay: float = 0.1,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    alone: bool = False,
     prepare: Callable[[PreTrainedModel], object] = lambda model: None,
 ) -> Curves:
     """Train one step on each of ``batches`` with transformers and torch alone.
 
     Args:
+        alone: as `plain_logits` takes it.
         prepare: called with the model before it trains, for example to freeze parameters.
         dtype: of the computation; parameters, gradients between micro-batches and moments are always float32.
     """
@@ -150,7 +152,9 @@ def plain_loop(
     for batch in batches:
         loss = 0.0
         for micro in batch.split(micro_batch_size):
-            part = cross_entropy_sum(plain_logits(model, micro, dtype=dtype), micro.labels) / batch.targets
+            part = (
+                cross_entropy_sum(plain_logits(model, micro, dtype=dtype, alone=alone), micro.labels) / batch.targets
+            )
             part.backward()
             loss += part.item()
         if not curves.loss:
@@ -184,11 +188,22 @@ def load_plain(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 
 
-def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def plain_logits(
+    model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = torch.float32, alone: bool = False
+) -> Tensor:
     """Logits ``[B, S, V]``, computed with parameters cast as ``from_pretrained(dtype=dtype)`` casts them.
 
     Autograd leads back to the float32 ones.
+
+    Args:
+        alone: run each document by itself: some models let packed documents see each other (gpt-oss).
     """
+    if alone:
+        each_row = [
+            torch.cat([plain_logits(model, one, dtype=dtype) for one in _documents(rows[at : at + 1])], dim=1)
+            for at in range(len(rows.input_ids))
+        ]
+        return torch.cat(each_row)
     wanted = tensor_dtypes(model, dtype)
     # An adapter's own parameters have no names in transformers.
     cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
@@ -201,9 +216,15 @@ def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = tor
     return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
 
 
+def _documents(row: Rows) -> list[Rows]:
+    """A row's documents, each a row of its own."""
+    parts = (each.split(document_lengths(row.position_ids[0]), dim=1) for each in vars(row).values())
+    return [Rows(*each) for each in zip(*parts, strict=True)]
+
+
 @torch.no_grad()
 def plain_forward(
-    path: Path, row: Rows, *, document: range, dtype: torch.dtype = torch.float32
+    path: Path, row: Rows, *, document: range, dtype: torch.dtype = torch.float32, alone: bool = False
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The reference of `Sharded.forward`.
 
@@ -213,11 +234,14 @@ def plain_forward(
     """
     model: Any = load_plain(path)
     cast_model(model, dtype)
-    with hidden_states(named_layers(model)) as hidden:
-        plain_logits(model, row, dtype=dtype)
-    states = {name: state[0].float().numpy() for name, state in hidden.items()}
-    alone = model(input_ids=row.input_ids[:, document.start : document.stop], use_cache=False).logits
-    return alone[0].float().numpy(), states
+    found: list[dict[str, np.ndarray]] = []
+    for part in _documents(row) if alone else [row]:
+        with hidden_states(named_layers(model)) as hidden:
+            plain_logits(model, part, dtype=dtype)
+        found.append({name: state[0].float().numpy() for name, state in hidden.items()})
+    states = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+    logits = model(input_ids=row.input_ids[:, document.start : document.stop], use_cache=False).logits
+    return logits[0].float().numpy(), states
 
 
 def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

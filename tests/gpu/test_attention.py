@@ -18,7 +18,10 @@ LENGTHS = (5, 300, 129, 590)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 1, 100])
-def test_packed_and_windowed_attention_equals_the_dense_mask(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_packed_and_windowed_attention_equals_the_dense_mask(
+    has_sinks: bool, window: int | None, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     positions = torch.stack([positions_of(list(LENGTHS)), torch.arange(sum(LENGTHS))])
     length = positions.shape[1]
@@ -27,11 +30,17 @@ def test_packed_and_windowed_attention_equals_the_dense_mask(window: int | None,
     table = plan_segments(document_starts(positions), method=None, rank=0, cp=1, window=window)
     mask = transformers_mask(positions, window)[:, None].cuda()
 
-    mine = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    out, _ = blockwise_attention(*mine, table, 0.125, "none", "")
+    sinks = [torch.linspace(-2, 4, 8, device="cuda", dtype=dtype)] * has_sinks
+    mine = [tensor.clone().requires_grad_() for tensor in (q, k, v, *sinks)]
+    out, _ = blockwise_attention(*mine[:3], table, 0.125, "none", "", *mine[3:])
     found = (out.detach(), *torch.autograd.grad(out, mine, grad))
-    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    whole = F.scaled_dot_product_attention(*exact, attn_mask=mask, scale=0.125, enable_gqa=True)
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v, *sinks)]
+    whole = F.scaled_dot_product_attention(*exact[:3], attn_mask=mask, scale=0.125, enable_gqa=True)
+    if has_sinks:  # one more column of scores, without a value
+        keys, values = (each.repeat_interleave(4, 1) for each in exact[1:3])
+        scores = (exact[0] @ keys.transpose(-1, -2) * 0.125).masked_fill(~mask, float("-inf"))
+        column = exact[3][None, :, None, None].expand(*scores.shape[:3], 1)
+        whole = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values
     expected = (whole.detach(), *torch.autograd.grad(whole, exact, grad.double()))
 
     bound = 1e-5 if dtype == torch.float32 else 1e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,18 +52,36 @@ def expected(name: str, window: int | None, tensors: tuple[Tensor, ...] | None =
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
+SINKS = torch.tensor([-2.0, -0.5, 0.0, 0.7, 1.5, 4.0])
+
+
+def expected_with_sinks(name: str, window: int | None) -> list[Tensor]:
+    """Output and gradients, the last of them the sinks', by a softmax in float64 over one more column."""
+    q, k, v, grad = (tensor.double() for tensor in inputs())
+    sinks = SINKS.double().requires_grad_()
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    scores = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * 0.3
+    scores = scores.masked_fill(~transformers_mask(positions(name), window)[:, None], float("-inf"))
+    column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    out = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v.repeat_interleave(3, 1)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad, sinks.grad]
+
+
 def positions(name: str) -> Tensor:
     return torch.stack([positions_of(lengths) for lengths in PACKINGS[name]])
 
 
-def local(name: str, window: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def local(
+    name: str, window: int | None, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None
+) -> list[Tensor]:
     """The same by our operator, all keys at hand."""
     q, k, v, grad = inputs(dtype)
-    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, *([] if sinks is None else [sinks]))]
     table = plan_segments(document_starts(positions(name)), method=None, rank=0, cp=1, window=window)
-    out, _ = blockwise_attention(q, k, v, table, 0.3, "none", "")
+    out, _ = blockwise_attention(q, k, v, table, 0.3, "none", "", sinks)
     out.backward(grad)
-    return [out.detach(), q.grad, k.grad, v.grad]
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def assert_close(found: list[Tensor], target: list[Tensor], *, bound: float) -> None:
@@ -169,6 +188,14 @@ def test_calls_of_the_cuda_kernel(name: str, window: int | None, emulated_cuda: 
     assert_close(local(name, window), expected(name, window), bound=1e-6)
 
 
+@pytest.mark.parametrize(("name", "window"), CASES)
+@pytest.mark.usefixtures("kernel")
+def test_sinks(name: str, window: int | None) -> None:
+    assert_close(local(name, window, sinks=SINKS.clone()), expected_with_sinks(name, window), bound=1e-6)
+    found = local(name, window, torch.bfloat16, SINKS.bfloat16())
+    assert_close(found, expected_with_sinks(name, window), bound=2e-2)
+
+
 def test_what_one_call_gives_is_taken_as_it_is(emulated_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole documents side by side: no float32 copies that are as large as the queries, and no zeros to add to."""
     made: list[str] = []
@@ -205,9 +232,9 @@ def test_results_lie_in_memory_as_the_operators_promise() -> None:
         heads_first = inputs(dtype)
         tokens_first = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in heads_first]
         for q, k, v, grad in (heads_first, tokens_first):
-            for name, window in (("plain", None), ("packed", 7)):
+            for name, window, sinks in (("plain", None, None), ("packed", 7, None), ("plain", None, SINKS)):
                 table = plan_segments(document_starts(positions(name)), method=None, rank=0, cp=1, window=window)
-                out, lse = blockwise_attention(q, k, v, table, 0.3, "none", "")
+                out, lse = blockwise_attention(q, k, v, table, 0.3, "none", "", sinks)
                 found = (out, lse, *blockwise_attention_backward([grad, q, k, v, out, lse], table, 0.3, "none", ""))
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fake = [mode.from_tensor(t) for t in (q, k, v, grad)]
@@ -276,17 +303,22 @@ def test_scores_beyond_the_range_of_exp_are_merged() -> None:
         assert_close(by_blocks("ring", name, None, tensors), expected(name, None, tensors), bound=1e-4)
 
 
-def exchanged(method: Any, name: str, window: int | None) -> list[Tensor]:
-    """One rank's part of everything, gathered in order."""
+def exchanged(method: Any, name: str, window: int | None, *, sinks: bool = False) -> list[Tensor]:
+    """One rank's part of everything, gathered in order; and of the sinks' gradient the sum over ranks."""
     cp, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     chunks = chunks_of(rank, cp=cp, length=LENGTH, method=method)
     q, k, v, grad = (take_chunks(tensor, chunks, dim=2) for tensor in inputs())
     q, k, v = (tensor.clone().requires_grad_() for tensor in (q, k, v))
     table = plan_segments(document_starts(positions(name)), method=method, rank=rank, cp=cp, window=window)
-    out, _ = blockwise_attention(q, k, v, table, 0.3, method, group.group_name)
+    own = SINKS.clone().requires_grad_()
+    out, _ = blockwise_attention(q, k, v, table, 0.3, method, group.group_name, own if sinks else None)
     out.backward(grad)
     parts = [out.detach(), q.grad, k.grad, v.grad]
-    return [gather_sequence(part, group=group, method=method, dim=2) for part in parts]
+    found = [gather_sequence(part, group=group, method=method, dim=2) for part in parts]
+    if sinks:
+        dist.all_reduce(own.grad)
+        found.append(own.grad)
+    return found
 
 
 @pytest.mark.parametrize("cp", [2, full(3), slow(4)])
@@ -295,6 +327,9 @@ def test_exchanges(cp: int, method: str, pool: WorkerPool) -> None:
     for name, window in CASES:
         for found in pool.run(cp, exchanged, method, name, window):
             assert_close(found, expected(name, window), bound=1e-6)
+    for name, window in (("plain", None), ("packed", 7)):
+        for found in pool.run(cp, partial(exchanged, sinks=True), method, name, window):
+            assert_close(found, expected_with_sinks(name, window), bound=1e-6)
 
 
 def gradient_through_gathering(method: Any) -> tuple[Tensor, Tensor]:

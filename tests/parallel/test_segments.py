@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers import Llama4TextConfig, LlamaConfig
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
-from fsdp2kit.parallel.context_parallel.layout import Method, indices_of
-from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
+from fsdp2kit.parallel.context_parallel.batch import attention_inputs
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath, Method, indices_of
+from fsdp2kit.parallel.context_parallel.segments import (
+    cut_documents,
+    document_starts,
+    plan_segments,
+    read_segments,
+)
 
 
 def positions_of(lengths: list[int]) -> Tensor:
@@ -20,12 +31,13 @@ def positions_of(lengths: list[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def transformers_mask(position_ids: Tensor, window: int | None) -> Tensor:
+def transformers_mask(position_ids: Tensor, window: int | None, *, chunk: int | None = None) -> Tensor:
     """``[B, S, S]`` bool: which query sees which key."""
     config = LlamaConfig(hidden_size=8, num_attention_heads=1)
     config._attn_implementation = "sdpa"
-    config.sliding_window = window
+    config.sliding_window, config.attention_chunk_size = window, chunk
     make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    make = make if chunk is None else create_chunked_causal_mask
     mask = make(
         config=config,
         inputs_embeds=torch.empty(*position_ids.shape, 1),
@@ -52,8 +64,12 @@ def packings(draw: st.DrawFn) -> tuple[int, Tensor]:
 
 def _shown(position_ids: Tensor, *, method: Method | None, rank: int, cp: int, window: int | None) -> Tensor:
     """How often each query of the rank meets each key, by their indices in the sequence: ``[B, S, S]``."""
-    batch, length = position_ids.shape
     table = plan_segments(document_starts(position_ids), method=method, rank=rank, cp=cp, window=window)
+    return _shown_by(table, position_ids.shape, method=method, rank=rank, cp=cp)
+
+
+def _shown_by(table: Tensor, shape: torch.Size, *, method: Any, rank: int, cp: int) -> Tensor:
+    batch, length = shape
     count = torch.zeros(batch, length, length, dtype=torch.int64)
     queries = indices_of(rank, cp=cp, length=length, method=method)
     for segment in read_segments(table):
@@ -76,6 +92,30 @@ def test_segments_are_transformers_mask(packing: tuple[int, Tensor], window: int
     ranks = range(cp if method else 1)
     found = sum(_shown(position_ids, method=method, rank=rank, cp=cp, window=window) for rank in ranks)
     assert torch.equal(found, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(packings(), st.integers(1, 9))
+def test_chunks_are_those_of_each_document_alone(packing: tuple[int, Tensor], chunk: int) -> None:
+    """By transformers' mask of each document by itself, in segments and in our own masks."""
+    cp, position_ids = packing
+    batch, length = position_ids.shape
+    starts = document_starts(position_ids)
+    expected = torch.zeros(batch, length, length, dtype=torch.int64)
+    for row, borders in enumerate(starts):
+        for a, b in itertools.pairwise(borders):
+            expected[row, a:b, a:b] = transformers_mask(torch.arange(b - a)[None], None, chunk=chunk)[0].long()
+    for method in (None, "ring", "allgather"):
+        ranks = range(cp if method else 1)
+        tables = [
+            plan_segments(cut_documents(starts, chunk), method=method, rank=r, cp=cp, window=None) for r in ranks
+        ]
+        found = sum(_shown_by(tables[r], position_ids.shape, method=method, rank=r, cp=cp) for r in ranks)
+        assert torch.equal(found, expected)
+    config = Llama4TextConfig(num_hidden_layers=1, layer_types=["chunked_attention"], attention_chunk_size=chunk)
+    path, device = AttentionPath("ulysses", "sdpa"), torch.device("cpu")
+    mask = attention_inputs(position_ids, config, path=path, cp_rank=0, cp=1, device=device)["attention_mask"]
+    assert torch.equal(mask[:, 0].long(), expected)
 
 
 def test_a_table_is_as_long_for_one_document_as_for_many() -> None:

@@ -21,7 +21,7 @@ from fsdp2kit.parallel.context_parallel.exchange import (
     sequence_to_heads,
     share_heads,
 )
-from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward
+from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward, sinks_gradient
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, tokens_first
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
@@ -29,14 +29,21 @@ from fsdp2kit.torch_compat import BackwardInputs
 _serial = itertools.count()
 
 # Options of the attention interface that change the scores in ways which segments do not express.
-_INEXPRESSIBLE = ("softcap", "s_aux", "position_bias")
+_INEXPRESSIBLE = ("softcap", "position_bias")
 
 
 # An operator with its own backward hides blocks and exchanges from torch.compile and selective checkpointing.
 # Operators take tensors, numbers and strings only: the exchange and its group are given by name.
 @torch.library.custom_op("fsdp2kit::blockwise_attention", mutates_args=())
 def blockwise_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, exchange: str, group: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
+    scale: float,
+    exchange: str,
+    group: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys that ``segments`` name.
 
@@ -45,9 +52,11 @@ def blockwise_attention(
         segments: from `fsdp2kit.parallel.context_parallel.segments.plan_segments`, on the host.
         exchange: "ring" or "allgather"; "none": all keys are here.
         group: name of the process group to exchange with.
+        sinks: ``[H]``, one more logit of each query of a head, which has no value; None: there is none.
 
     Returns:
-        ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
+        ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32,
+        which counts the sinks.
     """
     table, result = read_segments(segments), RunningAttention(query, scale=scale)
 
@@ -55,6 +64,8 @@ def blockwise_attention(
         result.attend(key, value, [segment for segment in table if segment.step == step])
 
     build_exchange(exchange, group).visit_blocks((key, value), attend)
+    if sinks is not None:
+        result.add_sinks(sinks)
     return result.out.to(query.dtype), result.lse
 
 
@@ -70,7 +81,8 @@ def blockwise_attention_backward(
     inputs: list[Tensor], segments: Tensor, scale: float, exchange: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes and tokens first in memory, as what comes before attention
-    wants them; ``inputs`` are the fields of `BackwardInputs`."""
+    wants them; ``inputs`` are the fields of `BackwardInputs`. With sinks they are the same formulae, of the output and
+    the log-sum-exp that count them."""
     mine, table, way = BackwardInputs(*inputs), read_segments(segments), build_exchange(exchange, group)
     total: Any = None  # of the query, added up in float32
 
@@ -94,14 +106,16 @@ def _(inputs: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, segments, ctx.scale, ctx.exchange, ctx.group = inputs
-    ctx.save_for_backward(*tensors, *output, segments)
+    *tensors, segments, ctx.scale, ctx.exchange, ctx.group, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, segments, sinks)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, segments = ctx.saved_tensors
+    *tensors, segments, sinks = ctx.saved_tensors
     grads = blockwise_attention_backward([grad_out, *tensors], segments, ctx.scale, ctx.exchange, ctx.group)
-    return (*grads, None, None, None, None)
+    # Of this rank's queries alone: FSDP sums over context-parallel ranks as it does for every parameter.
+    of_sinks = None if sinks is None else sinks_gradient(grad_out, *tensors[-2:], sinks)
+    return (*grads, None, None, None, None, of_sinks)
 
 
 blockwise_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -142,6 +156,7 @@ def varlen_attention(
     segments: SegmentTables | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -152,6 +167,7 @@ def varlen_attention(
         attention_mask: ignored: the segments are the mask.
         exchange, group: as `blockwise_attention` takes them.
         segments: of this rank's slice of the batch.
+        s_aux: transformers' name for attention sinks, ``[H]``.
 
     Returns:
         ``[B, s, H, Dv]`` and None (attention weights are never formed).
@@ -165,7 +181,8 @@ def varlen_attention(
     if width < head_width:  # no padding would be a copy
         value = F.pad(value, (0, head_width - width))
     scale = head_width**-0.5 if scaling is None else scaling
-    out, _ = blockwise_attention(query, key, value, segments.of(sliding_window), scale, exchange, group)
+    table = segments.of(sliding_window, layer=getattr(module, "layer_idx", None))
+    out, _ = blockwise_attention(query, key, value, table, scale, exchange, group, s_aux)
     return out.transpose(1, 2)[..., :width], None
 
 
@@ -211,13 +228,16 @@ def attend_with_share(
         key, value = key[:, list(share.key_of_query)], value[:, list(share.key_of_query)]
     # The positions of the rank's slice would mislead an implementation that finds documents by them.
     options.pop("position_ids", None)
+    stand_in: Any = _LocalHeads(module, share)
+    if options.get("s_aux") is not None:
+        # Eager attention reads the sinks off the layer, under this name.
+        options["s_aux"] = stand_in.sinks = options["s_aux"][share.query.start : share.query.stop]
     if kernel == VARLEN:
         attend = varlen_attention
     elif kernel == "eager":  # transformers has it beside the class of the module
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
         attend = AttentionInterface()[kernel]
-    stand_in: Any = _LocalHeads(module, share)
     return attend(stand_in, query, key, value, attention_mask, **options)[0]
 
 

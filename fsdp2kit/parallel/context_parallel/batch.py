@@ -19,8 +19,16 @@ from transformers.masking_utils import (
 
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
-from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
+from fsdp2kit.parallel.context_parallel.segments import (
+    SegmentTables,
+    cut_documents,
+    document_starts,
+    plan_segments,
+)
 from fsdp2kit.parallel.mesh import Mesh
+
+CHUNKED = "chunked_attention"
+"""transformers' name of layers that see documents in chunks of ``attention_chunk_size`` tokens."""
 
 
 def build_slice_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
@@ -84,9 +92,14 @@ def attention_inputs(
     if path.kernel == VARLEN:
         # With Ulysses each rank attends to whole sequences, with some of the heads.
         method = None if path.method == "ulysses" else path.method
-        starts, windows = document_starts(position_ids), set(layer_windows(config).values())
-        tables = {w: plan_segments(starts, method=method, rank=cp_rank, cp=cp, window=w) for w in windows}
-        return {"segments": SegmentTables(tables)}
+        starts, windows = document_starts(position_ids), layer_windows(config)
+        plan = partial(plan_segments, method=method, rank=cp_rank, cp=cp)
+        tables = {w: plan(starts, window=w) for w in {windows[kind] for kind in windows.keys() - {CHUNKED}}}
+        if (chunk := windows.get(CHUNKED)) is None:
+            return {"segments": SegmentTables(tables)}
+        kinds = enumerate(layer_kinds(config.get_text_config()))
+        layers = frozenset(number for number, kind in kinds if kind == CHUNKED)
+        return {"segments": SegmentTables(tables, plan(cut_documents(starts, chunk), window=None), layers)}
     if path.kernel.startswith("flash"):
         return document_borders(position_ids, device=device)
     if path.method is None and not path.masks_every_row:
@@ -130,12 +143,23 @@ def _full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: Attenti
         "attention_mask": None,
         "past_key_values": None,
     }
-    if documents is not None:
-        arguments["and_mask_function"] = packed_sequence_mask_function(to_device(documents, device))
-    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+    def make(kind: str) -> Any:
+        # Not given positions, transformers would count chunks from the row's beginning.
+        visible = _chunk_numbers(position_ids, config.attention_chunk_size) if kind == CHUNKED else documents
+        of_kind = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+        if visible is None:
+            return of_kind(**arguments)
+        return of_kind(**arguments, and_mask_function=packed_sequence_mask_function(to_device(visible, device)))
+
     kinds = sorted(set(layer_kinds(config)))
-    masks = {kind: makers[kind](**arguments) for kind in kinds}
+    masks = {kind: make(kind) for kind in kinds}
     return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def _chunk_numbers(position_ids: Tensor, chunk: int) -> Tensor:
+    """``[B, S]``: the number of each token's chunk in its row, where every document begins a chunk."""
+    return (position_ids % chunk == 0).cumsum(1)
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -149,12 +173,13 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 
 def unknown_kinds(config: PretrainedConfig) -> set[str]:
-    """Kinds of layer that are not plain attention: they carry state along the sequence, or see it in chunks."""
-    return set(layer_kinds(config.get_text_config())) - {"full_attention", "sliding_attention"}
+    """Kinds of layer that are not plain attention: they carry state along the sequence."""
+    return set(layer_kinds(config.get_text_config())) - {"full_attention", "sliding_attention", CHUNKED}
 
 
 def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """How many tokens a layer of each kind sees, itself included; None: all before it."""
+    """How many tokens a layer of each kind sees at most, itself included; None: all before it."""
     config = config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_kinds(config)))}
+    limits = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
+    kinds = sorted(set(layer_kinds(config)))
+    return {kind: getattr(config, limits[kind], None) if kind in limits else None for kind in kinds}

@@ -13,7 +13,13 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
-from fsdp2kit.parallel.context_parallel.batch import attention_inputs, layer_windows, unknown_kinds
+from fsdp2kit.parallel.context_parallel.batch import (
+    CHUNKED,
+    attention_inputs,
+    layer_kinds,
+    layer_windows,
+    unknown_kinds,
+)
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
 from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
@@ -40,7 +46,7 @@ def choose_path(
         kernel, why = _local_kernel(config, model, traits, device_type=device_type)
     else:
         kernel, why = VARLEN, f"as {method} needs"
-    path = AttentionPath(method, kernel, reason, why, _masks_every_row(config, model, traits, kernel))
+    path = AttentionPath(method, kernel, reason, why, _masks_every_row(config, model, traits, method, kernel))
     if method or kernel == VARLEN:
         _check_path(path, model, traits, cp=cp, pack=config.data.pack)
     return path
@@ -109,8 +115,14 @@ def _local_kernel(
     config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str
 ) -> tuple[str, str]:
     """What computes attention over whole sequences, and why."""
-    if config.model.attention != "auto":
-        return config.model.attention, "as asked for"
+    if (asked := config.model.attention) != "auto":
+        unknown = [CHUNKED] * (CHUNKED in layer_kinds(model.config.get_text_config()))
+        if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
+            unknown += ["attention sinks"] * (asked == "flash_attention_2")  # it would leave them out without a word
+        if asked.startswith("flash") and unknown:
+            what = f"knows no {' and no '.join(unknown)}"
+            raise UserError(f"model.attention {asked!r}", what, 'set model.attention = "auto"')
+        return asked, "as asked for"
     own = str(model.config._attn_implementation)  # transformers' choice: "sdpa" where the model has it, else "eager"
     needs = ["packed documents" if config.data.pack else "padded rows"]
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
@@ -125,10 +137,15 @@ def _local_kernel(
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
 
 
-def _masks_every_row(config: TrainingConfig, model: PreTrainedModel, traits: Traits, kernel: str) -> bool:
+def _masks_every_row(
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, method: Method | None, kernel: str
+) -> bool:
     """Whether rows of a single document get a mask too; see `AttentionPath`."""
-    if not config.compile.enabled or kernel not in ("sdpa", "eager") or config.data.format == "synthetic":
-        return False  # every synthetic row is a single document without padding
+    # Every synthetic row is a single document without padding.
+    compiled = config.compile.enabled and config.data.format != "synthetic"
+    leaks = method is None and config.data.pack and traits.separates_packed is False
+    if kernel not in ("sdpa", "eager") or not (compiled or leaks):
+        return False
     # Our masks then replace the model's, so they must be the same.
     return not unknown_kinds(model.config) and not try_path(traits, AttentionPath("ulysses", kernel), cp=1, pack=True)
 
@@ -146,8 +163,6 @@ def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, 
         where, todo = f"context_parallel.method {path.method!r}", "set mesh.cp = 1"
         if unknown := unknown_kinds(config):
             raise UserError(where, f"the sequence would be cut for layers of kind {', '.join(sorted(unknown))}", todo)
-    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
-        raise UserError(where, "attention sinks belong to all heads and all keys at once", todo)
     if path.kernel == VARLEN and getattr(config, "attention_dropout", 0.0):
         raise UserError(where, "it has no attention dropout", "set model.config.attention_dropout = 0.0")
     if what := try_path(traits, path, cp=cp, pack=pack):
@@ -172,7 +187,7 @@ def _what_works(model: PreTrainedModel, traits: Traits, path: AttentionPath, cp:
 def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
     """What would be wrong with ``path`` for a model, or None; tried once on its tiny twin, in one process.
 
-    A config does not say all of a model's attention: sinks, biases, soft caps and unusual masks show in the logits.
+    A config does not say all of a model's attention: biases, soft caps and unusual masks show in the logits.
 
     Args:
         pack: whether rows hold several documents; else the rows tried hold one.
@@ -183,7 +198,7 @@ def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str
 
 
 def _find_difference(twin: PreTrainedModel | None, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
-    """Compare the twin's own eager attention with that of ``path``, which it is then given."""
+    """Compare the twin's own eager attention to each document alone with that of ``path``, which it is then given."""
     if twin is None:
         return "no small copy of it could be tried"
     lengths = (11, 13, 8) if pack else (32,)
@@ -192,7 +207,8 @@ def _find_difference(twin: PreTrainedModel | None, path: AttentionPath, *, cp: i
     called: list[int] = []
     try:
         with torch.no_grad():
-            expected = twin(**inputs).logits
+            parts = inputs["input_ids"].split(lengths, dim=1)
+            expected = torch.cat([twin(input_ids=part, use_cache=False).logits for part in parts], dim=1)
             found = _logits_on(twin, path, inputs, cp=cp, called=called)
     except Exception as error:  # whatever the architecture raises: it does not run with this attention
         first_line, *_ = [*str(error).splitlines(), ""]

@@ -7,6 +7,10 @@ Over one block of keys, query i's scores s give o = Σ exp(s − l)·v with l = 
 so blocks may come in any order (arXiv:2205.14135). Backward needs no merging: with the final l and o, each block's
 probabilities exp(s − l) are those of the whole, and its gradients just add up (arXiv:2310.01889).
 
+A sink is one more logit z of every query of a head, without a value: with l' = logaddexp(l, z) the output becomes
+o' = exp(l − l')·o. It comes last, and the formulae of backward stand as they are, of o' and l': the probabilities are
+exp(s − l'), and the sink, whose probability is exp(z − l') and whose value is zero, adds nothing to Σ p·dp = do'·o'.
+
 A block is computed by one of three kernels: on CUDA by torch's variable-length flash attention, one call for all
 segments with the same diagonals; on the CPU by torch's flash attention for the CPU, one tile of a segment a call; by
 plain tensor operations, tile by tile as well, where CUDA's kernel does not take the dtype or the width of the heads.
@@ -80,6 +84,11 @@ class RunningAttention:
         attend = self._attend_varlen if varlen_is_usable(self.query) else self._attend_tiles
         attend(key, value, segments)
 
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Count one more logit of each head, ``[H]``, in; after all keys."""
+        lse = torch.logaddexp(self.lse, sinks.float()[:, None])
+        self._found = self.out.mul_((self.lse - lse).exp().unsqueeze(-1)), lse
+
     def _attend_tiles(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
         """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
         forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
@@ -113,6 +122,16 @@ def attend_backward(totals: Totals, inputs: BackwardInputs, segments: Sequence[S
     """
     backward = _backward_varlen if varlen_is_usable(inputs.query) else _backward_tiles
     return backward(totals, inputs, segments, scale=scale)
+
+
+def sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of ``sinks`` ``[H]``: −Σ p·(do·o) over these queries, with p the probabilities of the sinks.
+
+    Args:
+        grad_out, out: ``[B, H, s, D]``; lse: ``[B, H, s]``, which counts the sinks.
+    """
+    weight = (sinks.float()[:, None] - lse).exp()
+    return -(weight * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def zeros_for(tensor: Tensor) -> Tensor:

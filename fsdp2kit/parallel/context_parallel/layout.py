@@ -29,8 +29,9 @@ class AttentionPath:
     """Why this method."""
     kernel_reason: str = ""
     masks_every_row: bool = False
-    """Whether rows of a single document get a mask too. They need none, but a compiled layer is compiled once for
-    inputs with a mask and once more for inputs without."""
+    """Whether every row gets our mask, also one of a single document, and also without context parallelism: where
+    the model's own masks let packed documents see each other (gpt-oss), and where layers are compiled, which is done
+    once for inputs with a mask and once more for inputs without."""
 
     def __str__(self) -> str:
         words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]

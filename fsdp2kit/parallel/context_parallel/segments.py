@@ -1,8 +1,8 @@
 """What a rank's queries may see, as rectangles: the sparse form of a causal, packed, windowed attention mask.
 
 A query sees the keys of its own document that are not after it and, with a sliding window of w tokens, less than w
-before it. Between a chunk of queries and a chunk of keys, each document leaves at most one rectangle, cut by at most
-two diagonals:
+before it; where attention is chunked, its chunk counts as its document. Between a rank's stretch of queries and one
+of keys, each document leaves at most one rectangle, cut by at most two diagonals:
 
     keys →      k0          k1
            q0   ███████░░░░░        a segment: queries q0 … q1, keys k0 … k1
@@ -70,9 +70,19 @@ class SegmentTables:
     """
 
     by_window: dict[int | None, Tensor]
+    chunked: Tensor | None = None
+    """Of the layers that see documents in chunks."""
+    chunked_layers: frozenset[int] = frozenset()
+    """Their numbers: nothing that such a layer hands to its attention tells it from others."""
 
-    def of(self, window: int | None) -> Tensor:
-        """The `plan_segments` table for layers with that sliding window, or with none."""
+    def of(self, window: int | None, *, layer: int | None = None) -> Tensor:
+        """The `plan_segments` table for a layer with that sliding window, or with none.
+
+        Args:
+            layer: its number; None: not known, and it sees whole documents.
+        """
+        if self.chunked is not None and layer in self.chunked_layers:
+            return self.chunked
         if window not in self.by_window:
             known = ", ".join(map(str, self.by_window))
             raise ValueError(f"a layer's sliding window is {window}, but the batch was made for {known}")
@@ -90,6 +100,17 @@ def document_starts(position_ids: Tensor) -> list[list[int]]:
         starts = (row == 0).nonzero().squeeze(1).tolist()
         rows.append([*([] if starts[:1] == [0] else [0]), *starts, length])
     return rows
+
+
+def cut_documents(starts: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
+    """`document_starts` with every document cut into chunks of ``chunk`` tokens, the last of them shorter.
+
+    Chunked attention (Llama 4) is that of the chunks as documents of their own: a token sees its chunk's tokens only.
+    """
+    return [
+        [*(at for start, stop in itertools.pairwise(row) for at in range(start, stop, chunk)), row[-1]]
+        for row in starts
+    ]
 
 
 def plan_segments(
