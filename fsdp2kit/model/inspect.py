@@ -280,7 +280,10 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
             # Every kind of layer must be there: alternating local and global layers need one of each.
             kinds = list(dict.fromkeys(layer_types))
             config.num_hidden_layers = depth = max(depth, len(kinds))
-            config.layer_types = (kinds + layer_types)[:depth]
+            with contextlib.suppress(AttributeError):  # layer types that follow from other settings
+                config.layer_types = (kinds + layer_types)[:depth]
+            if getattr(config, "attn_layer_indices", None):  # these, in Bamba
+                config.attn_layer_indices = [depth - 1]
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int) and narrow:
             given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -295,7 +298,19 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
             elif getattr(config, "head_dim", None) is not None:
                 config.head_dim = _HEAD_DIM
             config.hidden_size = config.num_attention_heads * _HEAD_DIM
+            _shrink_mamba(config)
     return whole
+
+
+def _shrink_mamba(config: PretrainedConfig) -> None:
+    """Mamba-2's heads, two to a group, as the hidden size wants them."""
+    if not all(isinstance(getattr(config, f"mamba_{key}", None), int) for key in ("n_heads", "n_groups", "expand")):
+        return
+    config.mamba_n_groups = min(config.mamba_n_groups, 2)
+    config.mamba_n_heads = 2 * config.mamba_n_groups
+    config.mamba_d_head = config.mamba_expand * config.hidden_size // config.mamba_n_heads
+    if getattr(config, "mamba_d_ssm", None) is not None:
+        config.mamba_d_ssm = config.mamba_n_heads * config.mamba_d_head
 
 
 def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:

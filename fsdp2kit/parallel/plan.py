@@ -41,6 +41,8 @@ from fsdp2kit.model.liger import check_liger
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent_checks import try_recurrent
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
 from fsdp2kit.parallel.expert_parallel.routing import check_balance
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
@@ -253,12 +255,15 @@ def _check_model(
         raise UserError(f"model {name}", what, "use a causal language model")
     if not config.data.pack:
         return
-    what, unknown = None, unknown_kinds(hf_config)
-    if traits.separates_packed is None:
+    recurrent = bool(find_recurrent(model))
+    what, unknown = None, unknown_kinds(hf_config, recurrent=recurrent)
+    if recurrent:
+        what = f"{name}: {why}" if (why := try_recurrent(model, traits)) else None
+    elif traits.separates_packed is None:
         what = f"no small copy of {name} could be tried, so packed documents might see each other"
     elif not traits.separates_packed:
         what = f"packed documents would see each other in {name} (tried on a small copy of it)"
-    elif unknown:  # a convolution's small weights might hide a leak in the trial
+    if not what and unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
     if what:
         raise UserError("data.pack", what, "set data.pack = false")
