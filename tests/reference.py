@@ -171,8 +171,7 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
     Its norms are away from one, and routers' biases from zero, so that a lost or swapped one shows.
     """
-    model_type, differing = {**TINY, **EVEN, **MIXTURES, **RECURRENT}[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differing})
+    config = tiny_config(kind)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -184,6 +183,12 @@ def tiny_model(kind: str) -> PreTrainedModel:
                 buffer += 0.2 * torch.randn_like(buffer)
                 buffer[-1] = -10.0  # no token visits the last expert
     return model
+
+
+def tiny_config(kind: str, **differing: Any) -> Any:
+    """The config of `tiny_model`, with ``differing`` on top."""
+    model_type, of_kind = {**TINY, **EVEN, **MIXTURES, **RECURRENT}[kind]
+    return AutoConfig.for_model(model_type, **{**_SIZES, **of_kind, **differing})
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:

@@ -99,6 +99,44 @@ class Tensors(NamedTuple):
         return [*(tensor[:, :, query] for tensor in self.heads), *(tensor[:, :, key] for tensor in self.groups)]
 
 
+@dataclass(frozen=True)
+class RecurrentShape:
+    """What one recurrent layer's functions are given, and the bytes of a token."""
+
+    kernel: int = 1
+    """Width of its convolution; 1: it has none."""
+    channels: int = 0
+    """Bytes of a token in the convolution."""
+    heads: int = 0
+    """Of its scan; 0: it has none."""
+    groups: int = 0
+    of_head: int = 0
+    """Bytes of a token in the scan's inputs, for each head."""
+    of_group: int = 0
+    of_output: int = 0
+    """Bytes of a token in the scan's output, for each head."""
+
+    dtypes: int = 1
+    """How many the scan's inputs have; each has an all-to-all of its own."""
+
+    def bytes_sent(self, *, rows: int, tokens: int, chunks: int, cp: int, rank: int = 0) -> tuple[int, int]:
+        """Bytes that a rank sends in forward and in backward, by the formulae at the top of this file.
+
+        Args:
+            tokens: B·s, of this rank.
+            chunks: of a row, a rank.
+        """
+        both = (cp - 1) * rows * chunks * (self.kernel - 1) * self.channels
+        if not self.heads:
+            return both, both
+        shares = share_heads(self.heads, self.groups, cp)
+        inputs = [len(share.query) * self.of_head + len(share.key) * self.of_group for share in shares]
+        outputs = [len(share.query) * self.of_output for share in shares]
+        forward = tokens * (sum(inputs) - inputs[rank] + (cp - 1) * outputs[rank])
+        backward = tokens * (sum(outputs) - outputs[rank] + (cp - 1) * inputs[rank])
+        return both + forward, both + backward
+
+
 def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose ``forward`` calls functions that this file knows, by name."""
     known = {CONVOLUTION, *SCANS}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,21 +21,11 @@ from fsdp2kit.parallel.context_parallel.recurrent import (
     FUSED,
     SCANS,
     Exchange,
+    RecurrentShape,
     apply_recurrent,
     find_recurrent,
     use_functions,
 )
-
-
-@dataclass(frozen=True)
-class RecurrentShape:
-    """What one recurrent layer's functions are given."""
-
-    kernel: int = 0
-    """Width of its convolution; 0: it has none."""
-    heads: int = 0
-    """Of its scan; 0: it has none."""
-    groups: int = 0
 
 
 def plan_recurrent(config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, cp: int) -> int:
@@ -98,27 +86,34 @@ def _find_leak(twin: PreTrainedModel | None, *, cp: int) -> str | None:
     return None
 
 
-def measure(module: nn.Module, model: PreTrainedModel) -> RecurrentShape:
-    """The shapes that a recurrent module's functions are given, by a forward pass on meta."""
-    stand_in = copy.deepcopy(module).to("meta")
+def measure(module: nn.Module, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32) -> RecurrentShape:
+    """The shapes that a recurrent module's functions are given, by a forward pass on meta.
+
+    Args:
+        dtype: of its computation.
+    """
+    stand_in = copy.deepcopy(module).to("meta", dtype)
     scope = inspect.unwrap(type(module).forward).__globals__
     found: dict[str, int] = {}
 
     def convolve(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
-        found["kernel"] = weight.shape[-1]
+        found["kernel"], found["channels"] = weight.shape[-1], weight.shape[0] * hidden_states.element_size()
         return hidden_states
 
     def scan(name: str, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(scope[name]).parameters)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        heads, groups = SCANS[name].heads[0], (SCANS[name].groups or SCANS[name].heads)[0]
-        found["heads"], found["groups"] = given[heads].shape[2], given[groups].shape[2]
-        return scope[name](*args, **kwargs)
+        given = {**dict(zip(inspect.signature(scope[name]).parameters, args, strict=False)), **kwargs}
+        heads, groups = ([given[one] for one in names] for names in SCANS[name][:2])
+        found["heads"] = heads[0].shape[2]
+        found["groups"] = groups[0].shape[2] if groups else found["heads"]
+        found["of_head"] = sum(tensor[0, 0, 0].nbytes for tensor in heads)
+        found["of_group"] = sum(tensor[0, 0, 0].nbytes for tensor in groups)
+        found["dtypes"] = len({tensor.dtype for tensor in heads + groups})
+        result = scope[name](*args, **kwargs)
+        found["of_output"] = (result[0] if isinstance(result, tuple) else result)[0, 0, 0].nbytes
+        return result
 
     scans = {name: partial(scan, name) for name in SCANS if name in scope}
     use_functions(stand_in, {CONVOLUTION: convolve, FUSED: lambda *_, **__: None, **scans})
-    dtype = next(parameter.dtype for parameter in stand_in.parameters() if parameter.is_floating_point())
     hidden = torch.empty((1, 8, model.config.get_text_config().hidden_size), dtype=dtype, device="meta")
-    assert isinstance(stand_in.forward, MethodType)
     stand_in.forward(hidden)
     return RecurrentShape(**found)
