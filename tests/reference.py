@@ -92,6 +92,54 @@ EVEN["gpt_oss_whole"] = ("gpt_oss", {**MIXTURES["gpt_oss"][1], "num_local_expert
 # Fewer experts than four ranks.
 EVEN["mixtral_few"] = ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2})
 
+# Layers that carry a state along the sequence, beside attention.
+_LINEAR = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 24}
+RECURRENT = {
+    "qwen3_next": ("qwen3_next", {**_LINEAR, **_SHARED}),
+    "qwen3_5": ("qwen3_5_text", _LINEAR),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_LINEAR, **_SHARED}),
+    "olmo_hybrid": ("olmo_hybrid", {**_LINEAR, "linear_num_key_heads": 6, "rope_parameters": _PLAIN_ROPE}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_MAMBA, **_LAYERS, "num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 4.0},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 24,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "falcon_h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 144, "mamba_rms_norm": True}),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+}
+
 # Adapters by the name that tests use: what differs from plain LoRA.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -127,12 +175,11 @@ def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = 
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
-    """A tiny random model of `TINY`, `EVEN` or `MIXTURES` in float32.
+    """A tiny random model of `TINY`, `EVEN`, `MIXTURES` or `RECURRENT` in float32.
 
     Its norms are away from one, and routers' biases from zero, so that a lost or swapped one shows.
     """
-    model_type, differing = {**TINY, **EVEN, **MIXTURES}[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differing})
+    config = tiny_config(kind)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -144,6 +191,12 @@ def tiny_model(kind: str) -> PreTrainedModel:
                 buffer += 0.2 * torch.randn_like(buffer)
                 buffer[-1] = -10.0  # no token visits the last expert
     return model
+
+
+def tiny_config(kind: str, **differing: Any) -> Any:
+    """The config of `tiny_model`, with ``differing`` on top."""
+    model_type, of_kind = {**TINY, **EVEN, **MIXTURES, **RECURRENT}[kind]
+    return AutoConfig.for_model(model_type, **{**_SIZES, **of_kind, **differing})
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:

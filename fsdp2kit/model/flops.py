@@ -9,8 +9,12 @@ FLOPs are those of the model, not of the hardware: recomputation by activation c
 - Experts: the share that one token visits, ``num_experts_per_tok`` ÷ number of experts. Shared experts count in full.
 - Attention: QKᵀ and AV are 2 FLOPs each for every query-key pair, head and channel; causality leaves half of the
   len² pairs of a document; backward is twice the forward. So 3 × 2 × (qk + v channels) × heads × layers × Σ len² ÷ 2.
-  Sliding-window, chunked and sparse attention count as full attention, so their MFU comes out too high; the state
-  updates of linear attention and Mamba layers (beside their matrices) and attention sinks are not counted.
+  Sliding-window, chunked and sparse attention count as full attention, so their MFU comes out too high; attention
+  sinks are not counted.
+- States: by the recurrence, whatever a kernel does in chunks, for each token and head with a state of k × v numbers.
+  The gated delta rule (arXiv:2412.06464, equation 10) reads a value, writes a correction and reads the output: 6·k·v.
+  Mamba-2 (arXiv:2405.21060, section 3.1) writes and reads: 4·k·v. Backward is twice the forward. Other recurrences
+  (Mamba, RWKV) are not counted.
 """
 
 from __future__ import annotations
@@ -73,17 +77,19 @@ class ModelFlops:
         parameters: parameters that multiply each token; experts count by their active share (NaN if that is unknown),
             frozen ones by two thirds.
         attention_per_pair: forward FLOPs of all layers' attention for one query-key pair.
+        states_per_token: forward FLOPs of all linear-attention and Mamba-2 layers' states for one token.
     """
 
     parameters: float
     attention_per_pair: float
+    states_per_token: float = 0.0
 
 
 def count_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Read the counts off a transformers causal LM; it may be on the meta device or sharded."""
     config = model.config.get_text_config()
     per_pair = math.fsum(_layer_flops_per_pair(layer) for layer in attention_layers(config).values())
-    return ModelFlops(_active_parameters(model, config), per_pair)
+    return ModelFlops(_active_parameters(model, config), per_pair, sum(map(_state_flops, model.modules())))
 
 
 def flops_per_batch(counts: ModelFlops, *, tokens: int, attention_pairs: int) -> float:
@@ -97,7 +103,8 @@ def flops_per_batch(counts: ModelFlops, *, tokens: int, attention_pairs: int) ->
     Returns:
         FLOPs; NaN for a mixture of experts whose config does not say how many experts a token visits.
     """
-    return 6 * counts.parameters * tokens + 3 * counts.attention_per_pair * attention_pairs / 2
+    of_token = 6 * counts.parameters + 3 * counts.states_per_token
+    return of_token * tokens + 3 * counts.attention_per_pair * attention_pairs / 2
 
 
 def device_peak_flops(device: torch.device) -> float | None:
@@ -178,6 +185,18 @@ def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
     if not heads:
         return 0.0  # Mamba, RWKV
     return 2.0 * sum(head_widths(config)) * heads
+
+
+def _state_flops(module: nn.Module) -> float:
+    """A layer's forward FLOPs a token for its state; transformers' layers of a kind name their sizes alike."""
+    delta, mamba2 = (
+        tuple(getattr(module, name, None) for name in names)
+        for names in (("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "ssm_state_size", "head_dim"))
+    )
+    for cost, sizes in ((6, delta), (4, mamba2)):
+        if all(isinstance(size, int) for size in sizes):
+            return float(cost * math.prod(sizes))
+    return 0.0
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:

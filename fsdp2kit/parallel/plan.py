@@ -43,6 +43,8 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
+from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent_checks import try_recurrent
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
 from fsdp2kit.parallel.expert_parallel.routing import check_balance
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
@@ -268,12 +270,15 @@ def _check_packing(
     """
     if not config.data.pack:
         return
-    name, what, unknown = type(model).__name__, None, unknown_kinds(model.config)
-    if traits.separates_packed is None:
+    name, what, recurrent = type(model).__name__, None, bool(find_recurrent(model))
+    unknown = unknown_kinds(model.config, recurrent=recurrent)
+    if recurrent and (why := try_recurrent(model, traits)):
+        what = f"{name}: {why}"
+    elif traits.separates_packed is None:
         what = f"no small copy of {name} could be tried, so packed documents might see each other"
     elif unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
-    elif attention is None or traits.separates_packed:
+    elif attention is None or traits.separates_packed or recurrent:
         return
     # Other paths were tried with packed rows when they were chosen.
     elif attention.method is None and attention.kernel != VARLEN and not attention.masks_every_row:

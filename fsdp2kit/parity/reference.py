@@ -213,7 +213,25 @@ def plain_logits(
         "attention_mask": None,  # with a mask, or a cache, packed documents would see each other
         "use_cache": False,
     }
-    return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
+
+    def logits(inputs: dict[str, Any]) -> Tensor:
+        return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
+
+    if not _carries_state(model):
+        return logits(inputs)
+    # Layers with a state see no borders: each document runs alone.
+    ids, found = inputs["input_ids"], []
+    for row, positions in zip(ids, rows.position_ids, strict=True):
+        alone = row.split(document_lengths(positions))
+        parts = [logits({"input_ids": document[None], "use_cache": False}) for document in alone]
+        found.append(torch.cat(parts, dim=1))
+    return torch.cat(found)
+
+
+def _carries_state(model: PreTrainedModel) -> bool:
+    """Whether a layer is more than attention: position ids alone do not keep packed documents apart in it."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool({"linear_attention", "conv", "hybrid"} & set(kinds))
 
 
 def _documents(row: Rows) -> list[Rows]:

@@ -7,12 +7,16 @@ Counts and bytes follow from the plan's units and mesh, by the formulae of docs/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.flops import attention_layers
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
+from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.planner.sizes import StepMemory
@@ -76,7 +80,7 @@ def collectives(
             add("reduce_scatter", dim, "backward", unit.name, reduces, sent, ranks=ranks)
             sent = 2 * (replicas - 1) * (reduced // ranks) // replicas
             add("all_reduce", "replicate", "backward", unit.name, 1, sent, ranks=replicas)
-    for exchange in _exchanges(model, step):
+    for exchange in _exchanges(model, step, rows=config.train.micro_batch_size):
         add(*exchange, ranks=step.plan.sizes.cp)
     for exchange in _dispatches(step):
         add(*exchange, ranks=ep)
@@ -91,7 +95,9 @@ def collectives(
     return found
 
 
-def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:
+def _exchanges(
+    model: PreTrainedModel, step: StepMemory, *, rows: int
+) -> Iterator[tuple[str, str, str, str, int, int]]:
     """Context parallelism's; a layer that is recomputed exchanges again."""
     cp, method, count = step.plan.sizes.cp, step.plan.attention.method, step.micro_batches
     if method is None:
@@ -108,7 +114,12 @@ def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, 
     section = step.plan.activation_checkpointing
     # "selective" keeps the result of a ring or an all-gather, which is one operator, but not that of Ulysses.
     repeats = section.mode == "full" or (section.mode == "selective" and method == "ulysses")
+    attention = attention_layers(text)
     for number, (name, _) in enumerate(step.layers):
+        recomputed = section.mode != "none" and number % section.every == 0
+        yield from _recurrent_exchanges(model, step, name, rows=rows, repeats=recomputed)
+        if number not in attention:
+            continue
         times = count * (2 if repeats and number % section.every == 0 else 1)
         yield kind, "cp", "forward", name, times * calls, times * forward
         if method == "allgather":  # keys and values are gathered again, their gradients reduced
@@ -117,6 +128,30 @@ def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, 
         else:
             back = calls + (2 * cp if method == "ring" else 0)
             yield kind, "cp", "backward", name, count * back, count * backward
+
+
+def _recurrent_exchanges(
+    model: PreTrainedModel, step: StepMemory, name: str, *, rows: int, repeats: bool
+) -> Iterator[tuple[str, str, str, str, int, int]]:
+    """Those of a layer that carries a state: few tokens for the convolution, heads for the scan."""
+    cp, count = step.plan.sizes.cp, step.micro_batches
+    place: dict[str, int] = {
+        "rows": rows,
+        "tokens": step.tokens,
+        "chunks": 1 if step.plan.attention.method == "ulysses" else 2,
+        "cp": cp,
+    }
+    for module in find_recurrent(model.get_submodule(name)).values():
+        shape = measure(module, model, dtype=getattr(torch, step.plan.fsdp.param_dtype))
+        tails, _ = replace(shape, heads=0).bytes_sent(**place)
+        forward, backward = shape.bytes_sent(**place)
+        times = count * (2 if repeats else 1)
+        yield "all_gather", "cp", "forward", name, times, times * tails
+        yield "reduce_scatter", "cp", "backward", name, count, count * tails
+        if shape.heads:
+            calls = shape.dtypes + 1
+            yield "all_to_all", "cp", "forward", name, times * calls, times * (forward - tails)
+            yield "all_to_all", "cp", "backward", name, count * calls, count * (backward - tails)
 
 
 def _dispatches(step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:

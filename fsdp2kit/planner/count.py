@@ -189,7 +189,7 @@ def _make_ready(
         apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
     if plan.experts is not None:
         deal_out_on_one_rank(small, plan)
-    path = replace(plan.attention, method=None)
+    path = replace(plan.attention, method=None, recurrent_layers=0)
     if path.kernel == VARLEN:
         use_attention(small, varlen_attention)
     if checkpointed:

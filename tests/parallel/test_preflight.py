@@ -71,7 +71,6 @@ def test_ordinary_models_pass(model_type: str) -> None:
         ("llama4_text", {**_LLAMA4, "floor_scale": 512}, "data.seq_len.*512"),
         ("jamba", {}, "data.pack"),
         ("recurrent_gemma", {}, "data.pack"),
-        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "data.pack"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ],
 )
@@ -123,7 +122,7 @@ def test_refusals_can_be_waived() -> None:
 @pytest.mark.parametrize(
     ("model_type", "says"),
     [
-        ("qwen3_next", "linear_attention"),
+        ("jamba", "linear_attention"),
         ("recurrent_gemma", "linear_attention|attention interface"),
     ],
 )
@@ -185,7 +184,7 @@ def test_every_method_passes_for_ordinary_models(model_type: str, method: str) -
             "cannot be built|does not know softcap.*'ulysses'",  # whose attention has another name in each version
         ),
         ("bloom", "ulysses", "eager", "interface"),
-        ("qwen3_next", "ring", "sdpa", "linear_attention"),
+        ("jamba", "ring", "sdpa", "linear_attention"),
     ],
 )
 def test_what_a_method_cannot_do_is_refused(model_type: str, method: str, attention: str, says: str) -> None:

@@ -23,6 +23,7 @@ from fsdp2kit.parallel.context_parallel.exchange import (
 )
 from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward, sinks_gradient
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, tokens_first
+from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
 
@@ -122,7 +123,7 @@ blockwise_attention.register_autograd(_backward, setup_context=_save_for_backwar
 
 
 def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: ProcessGroup) -> None:
-    """Give ``model`` the attention that ``path`` names, over the ranks of ``group``.
+    """Give ``model`` the attention that ``path`` names, over the ranks of ``group``; recurrent layers as well.
 
     From then on the model takes its rank's slice of ``input_ids`` and ``position_ids``, with the masks or segments
     that `fsdp2kit.parallel.context_parallel.batch.slice_batch` makes for the same path.
@@ -130,6 +131,8 @@ def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: Proce
     Args:
         group: the context-parallel ranks, in sequence order.
     """
+    if path.recurrent_layers:
+        apply_recurrent(model, Exchange(group if path.method else None))
     if path.method == "ulysses":
         use_attention(model, partial(ulysses_attention, kernel=path.kernel, group=group))
     elif path.kernel == VARLEN:

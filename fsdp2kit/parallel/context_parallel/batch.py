@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 )
 
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.context_parallel.segments import (
     SegmentTables,
@@ -84,11 +85,21 @@ def attention_inputs(
     position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
 ) -> dict[str, Any]:
     """What attention needs beside its tensors: ``attention_mask`` of the whole sequence, ``segments`` of this rank's
-    slice, or the documents' borders; nothing where the model's own mask is right.
+    slice, or the documents' borders; nothing where the model's own mask is right. Recurrent layers get ``borders``.
 
     Args:
         position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
     """
+    attention = _attention_inputs(position_ids, config, path=path, cp_rank=cp_rank, cp=cp, device=device)
+    if not path.recurrent_layers:
+        return attention
+    starts = document_starts(position_ids)
+    return {**attention, "borders": Borders(starts=starts, device=device, method=path.method, rank=cp_rank, cp=cp)}
+
+
+def _attention_inputs(
+    position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
+) -> dict[str, Any]:
     if path.kernel == VARLEN:
         # With Ulysses each rank attends to whole sequences, with some of the heads.
         method = None if path.method == "ulysses" else path.method
@@ -102,7 +113,8 @@ def attention_inputs(
         return {"segments": SegmentTables(tables, plan(cut_documents(starts, chunk), window=None), layers)}
     if path.kernel.startswith("flash"):
         return document_borders(position_ids, device=device)
-    if path.method is None and not path.masks_every_row:
+    # Some models with recurrent layers make attention's mask without position ids (Granite 4).
+    if path.method is None and not path.masks_every_row and not path.recurrent_layers:
         return {}
     mask = _full_masks(position_ids, config, path=path, device=device)
     return {} if mask is None else {"attention_mask": mask}
@@ -152,9 +164,19 @@ def _full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: Attenti
             return of_kind(**arguments)
         return of_kind(**arguments, and_mask_function=packed_sequence_mask_function(to_device(visible, device)))
 
-    kinds = sorted(set(layer_kinds(config)))
-    masks = {kind: make(kind) for kind in kinds}
-    return masks if len(masks) > 1 else masks[kinds[0]]
+    kinds = set(layer_kinds(config))
+    masks = {kind: make(kind) for kind in sorted(kinds - RECURRENT_KINDS - TOKENWISE_KINDS)}
+    if kinds & RECURRENT_KINDS:
+        # "hybrid" layers look up the mask of full attention. A recurrent layer's mask would be that of padding.
+        whole = make("full_attention") if "hybrid" in kinds else masks.get("full_attention")
+        return {"full_attention": whole, **masks, "linear_attention": None, "conv": None}
+    return masks if len(masks) > 1 else masks[next(iter(masks))]
+
+
+RECURRENT_KINDS = {"linear_attention", "conv", "hybrid"}
+"""Layers that carry a state along the sequence, "hybrid" beside attention."""
+TOKENWISE_KINDS = {"moe", "mlp"}
+"""Layers that treat every token alone."""
 
 
 def _chunk_numbers(position_ids: Tensor, chunk: int) -> Tensor:
@@ -172,9 +194,14 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
 
 
-def unknown_kinds(config: PretrainedConfig) -> set[str]:
-    """Kinds of layer that are not plain attention: they carry state along the sequence."""
-    return set(layer_kinds(config.get_text_config())) - {"full_attention", "sliding_attention", CHUNKED}
+def unknown_kinds(config: PretrainedConfig, *, recurrent: bool = False) -> set[str]:
+    """Kinds of layer that are not plain attention: they carry a state along the sequence.
+
+    Args:
+        recurrent: whether kinds with a state are known, as `find_recurrent` found their functions.
+    """
+    known = {"full_attention", "sliding_attention", CHUNKED} | TOKENWISE_KINDS
+    return set(layer_kinds(config.get_text_config())) - known - (RECURRENT_KINDS if recurrent else set())
 
 
 def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import check_seq_len, multiples_near
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.flops import attention_layers
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import (
@@ -23,6 +24,8 @@ from fsdp2kit.parallel.context_parallel.batch import (
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
 from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
+from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent_checks import plan_recurrent, try_recurrent
 
 LONG = 32_768
 """From this many tokens per sequence, a ring's computation hides its exchanges, and gathering all keys is slow."""
@@ -41,12 +44,14 @@ def choose_path(
     Args:
         device_type: where attention will run.
     """
+    recurrent = plan_recurrent(config, model, traits, cp=cp)
     method, reason = _choose_method(config, model, traits, cp=cp) if cp > 1 else (None, "")
     if method in (None, "ulysses"):
         kernel, why = _local_kernel(config, model, traits, device_type=device_type)
     else:
         kernel, why = VARLEN, f"as {method} needs"
-    path = AttentionPath(method, kernel, reason, why, _masks_every_row(config, model, traits, method, kernel))
+    every_row = _masks_every_row(config, model, traits, method, kernel)
+    path = AttentionPath(method, kernel, reason, why, every_row, recurrent_layers=recurrent)
     if method or kernel == VARLEN:
         _check_path(path, model, traits, cp=cp, pack=config.data.pack)
     return path
@@ -132,7 +137,8 @@ def _local_kernel(
     if device_type == "cuda" and (unknown := [str(width) for width in sorted(widths) if not takes_width(width)]):
         return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(unknown)}"
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    if dropout or unknown_kinds(model.config) or not _suits(traits, pack=config.data.pack):
+    recurrent = bool(find_recurrent(model))
+    if dropout or unknown_kinds(model.config, recurrent=recurrent) or not _suits(traits, pack=config.data.pack):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
 
@@ -161,8 +167,10 @@ def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, 
     where, todo = "model.attention", 'set model.attention = "eager"'
     if path.method:
         where, todo = f"context_parallel.method {path.method!r}", "set mesh.cp = 1"
-        if unknown := unknown_kinds(config):
-            raise UserError(where, f"the sequence would be cut for layers of kind {', '.join(sorted(unknown))}", todo)
+        if unknown := unknown_kinds(config, recurrent=path.recurrent_layers > 0):
+            why = f" ({reason})" if (reason := try_recurrent(model, traits, cp=cp)) else ""
+            kinds = ", ".join(sorted(unknown))
+            raise UserError(where, f"the sequence would be cut for layers of kind {kinds}{why}", todo)
     if path.kernel == VARLEN and getattr(config, "attention_dropout", 0.0):
         raise UserError(where, "it has no attention dropout", "set model.config.attention_dropout = 0.0")
     if what := try_path(traits, path, cp=cp, pack=pack):
@@ -214,7 +222,7 @@ def _find_difference(twin: PreTrainedModel | None, path: AttentionPath, *, cp: i
         first_line, *_ = [*str(error).splitlines(), ""]
         failure = f"{type(error).__name__}: {first_line}"
         return f"its attention does not run: {failure}" if called else f"{_BYPASS}, or fails before it: {failure}"
-    if len(called) < twin.config.get_text_config().num_hidden_layers:
+    if len(called) < len(attention_layers(twin.config.get_text_config())):
         return _BYPASS
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
     if not difference <= 1e-4:

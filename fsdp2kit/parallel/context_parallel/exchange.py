@@ -217,7 +217,7 @@ def sequence_to_heads(
     outgoing = [torch.cat([part.reshape(-1) for part in share.of(query, key, value)]) for share in shares]
     shapes = [part.shape for part in shares[dist.get_rank(group)].of(query, key, value)]  # from every rank
     sizes = [shape.numel() for shape in shapes]
-    received = [chunk.split(sizes) for chunk in _all_to_all(outgoing, [sum(sizes)] * len(shares), group)]
+    received = [chunk.split(sizes) for chunk in all_to_all(outgoing, [sum(sizes)] * len(shares), group)]
     query, key, value = (
         torch.cat([flat.view(shape) for flat in flats], dim=2)
         for shape, flats in zip(shapes, zip(*received, strict=True), strict=True)
@@ -231,11 +231,11 @@ def heads_to_sequence(output: Tensor, *, shares: Sequence[HeadShare], group: Pro
     length = full_length // len(shares)
     outgoing = [part.reshape(-1) for part in output.split(length, dim=1)]
     shapes = [(batch, length, len(share.query), width) for share in shares]
-    received = _all_to_all(outgoing, [torch.Size(shape).numel() for shape in shapes], group)
+    received = all_to_all(outgoing, [torch.Size(shape).numel() for shape in shapes], group)
     return torch.cat([chunk.view(shape) for chunk, shape in zip(received, shapes, strict=True)], dim=2)
 
 
-def _all_to_all(outgoing: list[Tensor], incoming_sizes: list[int], group: ProcessGroup) -> Sequence[Tensor]:
+def all_to_all(outgoing: list[Tensor], incoming_sizes: list[int], group: ProcessGroup) -> Sequence[Tensor]:
     """One flat tensor to each rank, and one of the given size from each."""
     sizes = [chunk.numel() for chunk in outgoing]
     return _AllToAll.apply(torch.cat(outgoing), sizes, incoming_sizes, group).split(incoming_sizes)

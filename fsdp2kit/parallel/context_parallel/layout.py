@@ -32,11 +32,18 @@ class AttentionPath:
     """Whether every row gets our mask, also one of a single document, and also without context parallelism: where
     the model's own masks let packed documents see each other (gpt-oss), and where layers are compiled, which is done
     once for inputs with a mask and once more for inputs without."""
+    recurrent_layers: int = 0
+    """Layers that carry a state along the sequence, whose documents are kept apart and whose sequence is exchanged;
+    0: there are none, or they run as they are."""
 
     def __str__(self) -> str:
         words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]
         why = f" ({self.kernel_reason})" if self.kernel_reason else ""
-        return ", ".join([*words, f"attention: {self.kernel}{why}"])
+        words.append(f"attention: {self.kernel}{why}")
+        if self.recurrent_layers:
+            exchanged = "" if self.method is None else ", and each rank scans whole sequences with some of the heads"
+            words.append(f"recurrent layers: {self.recurrent_layers}, each document alone{exchanged}")
+        return ", ".join(words)
 
 
 def chunks_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[range]:
@@ -77,8 +84,14 @@ def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim:
     Returns:
         ``[B, cp·s, …]``.
     """
-    gathered: Tensor = _Gather.apply(tensor.movedim(dim, 0), group)
+    gathered = gather_chunks(tensor.movedim(dim, 0), group)
     return in_order(gathered, cp=group.size(), method=method).movedim(0, dim)
+
+
+def gather_chunks(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """``[cp·s, …]`` of every rank's ``[s, …]``, rank after rank. Differentiable, as `gather_sequence`."""
+    gathered: Tensor = _Gather.apply(tensor, group)
+    return gathered
 
 
 def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
