@@ -19,7 +19,7 @@ from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, k
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
-from tests.reference import needs_integers
+from tests.reference import full, needs_integers, slow
 from tests.workers import WorkerPool, run_command
 from tools.bench import report_lines, result_lines
 
@@ -97,12 +97,15 @@ def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
     assert together["rows"][0]["times_as_fast"]["ratio"] > 0
 
 
-@pytest.mark.full
-def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
+# Others have the same settings on other shapes, or compiled.
+SOME_GROUPS = ("small", "8b", "lora_16k")
+
+
+@pytest.mark.parametrize("groups", [full(SOME_GROUPS), slow(tuple(GROUPS))], ids=len)
+def test_gpu_dry_run_prints_json(groups: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
 
-    groups = ("--groups", *GROUPS)
-    done = tool("gpu", "--device", "cpu", "--dry-run", *groups, "--json", "--out", str(out))
+    done = tool("gpu", "--device", "cpu", "--dry-run", "--groups", *groups, "--json", "--out", str(out))
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -110,7 +113,7 @@ def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     assert_has_provenance(result, ranks=1)
     assert result["options"]["dry_run"]
     rows = {(row["model"], row["variant"]): row for row in result["rows"]}
-    assert list(rows) == [(model, name) for model, _, _, names in GROUPS.values() for name in names]
+    assert list(rows) == [(GROUPS[group][0], name) for group in groups for name in GROUPS[group][3]]
     for (_, name), row in rows.items():
         if "compiled" in name or "error" in row:
             assert row["error"] == obstacle(name, device=torch.device("cpu")) is not None

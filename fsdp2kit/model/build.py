@@ -235,12 +235,13 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's decoder layers, in order: the modules that transformers says must not be split."""
     classes = set(getattr(model, "_no_split_modules", None) or [])
-    found: list[tuple[str, nn.Module]] = []
+    found: list[nn.Module] = []
+    newest = "."  # a prefix of no name; what is inside a module comes right after it
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if type(module).__name__ in classes and not inside:
-            found.append((name, module))
+        if type(module).__name__ in classes and not name.startswith(newest):
+            found.append(module)
+            newest = f"{name}."
     if not found:
         what = f"has no module of a class that transformers names as a layer ({', '.join(sorted(classes)) or 'none'})"
         raise UserError(f"model {type(model).__name__}", what, "use a model whose class sets _no_split_modules")
-    return [module for _, module in found]
+    return found

@@ -18,7 +18,7 @@ from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case
 from tests.parallel.test_traffic import watched_step
 from tests.planner.models import planned
-from tests.reference import tiny_model_dir
+from tests.reference import slow, tiny_model_dir
 from tests.traffic import Traffic
 from tests.workers import WorkerPool
 
@@ -69,7 +69,7 @@ def test_a_rank_holds_what_the_plan_says(pool: WorkerPool, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, slow(Case("qwen3_moe", 4, 1, 1, ep=2))], ids=str)
 def test_calls_and_bytes_are_those_of_the_plan(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir(case.kind, tmp_path)
     found = Traffic()

@@ -80,7 +80,7 @@ def test_resumes_on_a_mesh_where_they_are_sharded_by_rows(optimizer: str, pool: 
         more=f'optimizer.name = "{optimizer}"',
     )
     run, straight = runner(pool, toml), {}
-    for size in {saved: None for saved, _ in RESUMED[optimizer]}:
+    for size in dict.fromkeys(saved for saved, _ in RESUMED[optimizer]):
         run(tmp_path / f"straight-{size}", size)
         straight[size] = losses(tmp_path / f"straight-{size}")
         assert worst_relative(straight[size], straight[4]) < 1e-5
