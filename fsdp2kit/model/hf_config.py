@@ -36,6 +36,9 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         except (KeyError, ValueError):
             what = f"{model_type!r} is not known to transformers"
             raise UserError("model.config.model_type", what, "check its spelling") from None
+        except Exception as error:  # a default config that transformers' own validation refuses
+            what = f"{model_type!r} has no default config: {_in_short(error)}"
+            raise UserError("model.config.model_type", what, "start from a published config: model.path") from None
     else:
         fields = known = _read_config_dict(section, local_files_only=local_files_only)
         model_type = overrides.pop("model_type", fields.get("model_type"))
@@ -59,9 +62,9 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
-        reason = str(error).replace(OverrideText.__name__, "str")
-        what = f"not a usable model config: {textwrap.shorten(reason, 200, placeholder=' …')}"
-        raise UserError(where, what, "check it and the overrides") from None
+        raise UserError(
+            where, f"not a usable model config: {_in_short(error)}", "check it and the overrides"
+        ) from None
     _check_decoder(config, where=where)
     _check_heads(config, where=where)
     if complaints and _names_rope(overrides):
@@ -69,6 +72,10 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
     for complaint in complaints:
         logger.warning("%s", complaint)
     return config
+
+
+def _in_short(error: Exception) -> str:
+    return textwrap.shorten(str(error).replace(OverrideText.__name__, "str"), 200, placeholder=" …")
 
 
 def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
@@ -92,12 +99,12 @@ def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
 
 def _check_heads(config: PretrainedConfig, *, where: str) -> None:
     """Refuse key and value heads that the query heads cannot share evenly; some attention kernels do not."""
-    heads, kv_heads = (
-        getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "num_key_value_heads")
-    )
-    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
-        what = f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
-        raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")
+    text = config.get_text_config()
+    for each in text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]:
+        heads, kv_heads = (getattr(each, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+            what = f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+            raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")
 
 
 def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[str, Any]:

@@ -83,7 +83,12 @@ def test_what_is_done_to_a_twin_stays_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mixtral", "phi3", "olmo2", "gpt2"]
+    "model_type",
+    [
+        *("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mixtral", "phi3", "olmo2", "gpt2"),
+        # Kinds of layer that are computed, not listed; layers that share keys; lists with an entry for every layer.
+        *("falcon_h1", "bamba", "jamba", "gemma3n_text", "glm_moe_dsa", "llama4_text", "gpt_oss", "falcon_mamba"),
+    ],
 )
 def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
