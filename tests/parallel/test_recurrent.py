@@ -180,6 +180,13 @@ def test_cuda_kernels_are_told_of_borders(kind: str, monkeypatch: pytest.MonkeyP
     scan, plain = replace(SCANS[name]), getattr(inspect.getmodule(type(layer)), name)
     monkeypatch.setitem(SCANS, name, scan)
 
+    hidden = torch.randn(2, 24, 72)
+    borders = Borders(starts=[[0, 1, 3, 10, 24], [0, 17, 24]], device=torch.device("cpu"))
+    alone = [
+        torch.cat([layer(part) for part in row.split(torch.tensor(starts).diff().tolist(), dim=1)], dim=1)
+        for row, starts in zip(hidden.split(1), borders.starts, strict=True)
+    ]
+
     def kernel(*args: Any, cu_seqlens: Any = None, seq_idx: Any = None, **kwargs: Any) -> Any:
         given = {**dict(zip(inspect.signature(plain).parameters, args, strict=False)), **kwargs}
         along = [key for key in scan.heads + scan.groups if given.get(key) is not None]
@@ -200,12 +207,6 @@ def test_cuda_kernels_are_told_of_borders(kind: str, monkeypatch: pytest.MonkeyP
     assert scan.kernel_takes_borders
     monkeypatch.setattr(inspect.getmodule(type(layer)), name, kernel)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    hidden = torch.randn(2, 24, 72)
-    borders = Borders(starts=[[0, 1, 3, 10, 24], [0, 17, 24]], device=torch.device("cpu"))
-    alone = [
-        torch.cat([layer(part) for part in row.split(torch.tensor(starts).diff().tolist(), dim=1)], dim=1)
-        for row, starts in zip(hidden.split(1), borders.starts, strict=True)
-    ]
     apply_recurrent(model, Exchange())
     torch.testing.assert_close(layer(hidden, borders=borders), torch.cat(alone), rtol=1e-5, atol=1e-5)
 
