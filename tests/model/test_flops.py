@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fsdp2kit.model import flops
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
 from fsdp2kit.planner.devices import find_device
 from tests.planner.models import QWEN3_30B, config_of, planned, small
+from tests.reference import tiny_model
 
 # 2 layers, hidden 32, 4 heads of 8, 2 key-value heads of 8, MLP 48, vocabulary 64.
 TINY = {
@@ -133,6 +135,25 @@ def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> Non
     mixtral = model_on_meta("mixtral", num_local_experts=4)
     monkeypatch.setattr(flops, "_EXPERTS_PER_TOKEN", ("a_name_of_its_own",))
     assert math.isnan(estimate_flops(mixtral, tokens=TOKENS, attention_pairs=PAIRS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "a_token"),
+    [
+        ("qwen3_5", 6 * 6 * 8 * 12),  # a state of 8 × 12 for each of 6 heads
+        ("bamba", 4 * 6 * 24 * 8),
+        ("nemotron_h", 4 * 6 * 24 * 8),
+        ("falcon_h1", 2 * 4 * 6 * 24 * 8),  # in both layers
+        ("lfm2", 0),
+        ("llama3", 0),
+    ],
+)
+def test_states_of_linear_attention(kind: str, a_token: int) -> None:
+    model = tiny_model(kind)
+    assert count_model_flops(model).states_per_token == a_token
+    counts = replace(count_model_flops(model), states_per_token=0.0)
+    without = flops_per_batch(counts, tokens=TOKENS, attention_pairs=PAIRS)
+    assert estimate_flops(model, tokens=TOKENS, attention_pairs=PAIRS) == without + 3 * a_token * TOKENS
 
 
 def test_layers_without_attention() -> None:

@@ -5,10 +5,16 @@ The reference runs each document alone in plain transformers.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,17 +28,29 @@ from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method, chunks_of
-from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent import SCANS, Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
 from tests.parallel.covering import Row, Table
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_isolation import leaks
-from tests.reference import RECURRENT, beyond, full, make_batches, plain_batches, tiny_config, tiny_model_dir
-from tests.traffic import count_traffic
+from tests.parallel.test_traffic import one_step
+from tests.planner.models import planned
+from tests.reference import (
+    RECURRENT,
+    beyond,
+    full,
+    make_batches,
+    plain_batches,
+    tiny_config,
+    tiny_model,
+    tiny_model_dir,
+)
+from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
+DELTA_RULE = "torch_chunk_gated_delta_rule"
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "kind": tuple(RECURRENT),
@@ -58,10 +76,7 @@ def _case(row: Row) -> Case:
 
 COVERING = [_case(row) for row in Table(OPTIONS, _fits).covering()]
 FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(RECURRENT)}
-DEFAULT = [
-    Case("qwen3_5", 1, 2, 2, method="ulysses", checkpointing="selective", lr=3e-4),
-    Case("nemotron_h", 1, 2, 1, method="ring", lr=3e-4),
-]
+DEFAULT = [Case("nemotron_h", 1, 2, 1, method="ring", checkpointing="selective", lr=3e-4)]
 FULL = [case for case in FIRST.values() if case not in DEFAULT]
 SLOW = [case for case in COVERING if case not in FULL]
 
@@ -77,17 +92,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(models: Path) -> Callable[[Case], tuple[Curves, dict[str, float]]]:
-    """The plain loop's curves, and their spread over micro-batch sizes."""
+    """The plain loop's curves, and their spread over micro-batch sizes and over chunks of the gated delta rule.
+
+    With chunks of 32 tokens instead of 64, transformers' own gradients of its gates are 2e-5 off in float32.
+    """
     known: dict[tuple, tuple[Curves, dict[str, float]]] = {}
 
     def get(case: Case) -> tuple[Curves, dict[str, float]]:
         key = case.kind, case.pack
         if key not in known:
-            batches = make_batches() if case.pack else plain_batches()
-            plain, other = (
-                plain_loop(models / case.kind, batches, micro_batch_size=size, lr=case.lr) for size in (4, 1)
+            loop = partial(
+                plain_loop, models / case.kind, make_batches() if case.pack else plain_batches(), lr=case.lr
             )
-            known[key] = plain, errors(other, plain)
+            plain, others = loop(micro_batch_size=4), [loop(micro_batch_size=1)]
+            file: Any = inspect.getmodule(type(tiny_model(case.kind)))
+            if rule := getattr(file, DELTA_RULE, None):
+                with patch.object(file, DELTA_RULE, partial(rule, chunk_size=32)):
+                    others.append(loop(micro_batch_size=4))
+            spread = [errors(other, plain) for other in others]
+            known[key] = plain, {name: max(each[name] for each in spread) for name in spread[0]}
         return known[key]
 
     return get
@@ -103,6 +126,7 @@ def test_training_equals_each_document_alone(case: Case, pool: WorkerPool, model
     print(case, differences, "control", control)
     assert found.gradients.keys() == exact.gradients.keys()
     assert min(exact.grad_norm) > 0.5, "clipping must take part"
+    assert max(control.values()) < 4e-5, "the reference itself must be sharp"
     assert not beyond(differences, control)
 
 
@@ -112,14 +136,11 @@ DENSE = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "lfm2")
 
 @pytest.mark.parametrize(
     ("kind", "method", "cp"),
-    [
-        ("qwen3_5", "auto", 1),
-        *(full(kind, METHODS[at % 3], (2, 4, 1)[at % 3]) for at, kind in enumerate(DENSE)),
-    ],
+    [full(kind, METHODS[at % 3], (2, 4, 1)[at % 3]) for at, kind in enumerate(DENSE)],
 )
 def test_no_document_sees_another(kind: str, method: Any, cp: int, pool: WorkerPool, models: Path) -> None:
-    """Random packings, bit for bit: 210 in all."""
-    seeds = list(range(7000, 7035))
+    """Random packings, bit for bit: 200 in all."""
+    seeds = list(range(7000, 7040))
     case = Case(kind, 1, cp, method=method if cp > 1 else "auto")
     assert pool.run(cp, leaks, models, case, seeds) == [[]] * cp
 
@@ -148,6 +169,58 @@ def test_the_layout_of_a_convolution_is_each_documents_alone(method: Method | No
             first = max(start for start in starts[row][:-1] if start <= indices[at])
             alone = tokens[row, max(first, indices[at] - history) : indices[at] + 1]
             assert found[row, at] == alone.sum()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "bamba"])
+def test_cuda_kernels_are_told_of_borders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins that have the kernels' arguments, and run each document that these name by transformers' code."""
+    model = tiny_model(kind)
+    (layer,) = find_recurrent(model).values()
+    name = next(name for name in SCANS if hasattr(inspect.getmodule(type(layer)), name))
+    scan, plain = replace(SCANS[name]), getattr(inspect.getmodule(type(layer)), name)
+    monkeypatch.setitem(SCANS, name, scan)
+
+    hidden = torch.randn(2, 24, 72)
+    borders = Borders(starts=[[0, 1, 3, 10, 24], [0, 17, 24]], device=torch.device("cpu"))
+    alone = [
+        torch.cat([layer(part) for part in row.split(torch.tensor(starts).diff().tolist(), dim=1)], dim=1)
+        for row, starts in zip(hidden.split(1), borders.starts, strict=True)
+    ]
+
+    def kernel(*args: Any, cu_seqlens: Any = None, seq_idx: Any = None, **kwargs: Any) -> Any:
+        given = {**dict(zip(inspect.signature(plain).parameters, args, strict=False)), **kwargs}
+        along = [key for key in scan.heads + scan.groups if given.get(key) is not None]
+        rows = []
+        for row in range(given[along[0]].shape[0]):
+            cuts = seq_idx[row].unique_consecutive(return_counts=True)[1] if cu_seqlens is None else cu_seqlens.diff()
+            parts = [given[key][row : row + 1].split(cuts.tolist(), dim=1) for key in along]
+            found = [plain(**{**given, **dict(zip(along, each, strict=True))}) for each in zip(*parts, strict=True)]
+            rows.append(torch.cat([one[0] if isinstance(one, tuple) else one for one in found], dim=1))
+        return (torch.cat(rows), None) if isinstance(found[0], tuple) else torch.cat(rows)
+
+    kernel.__signature__ = inspect.signature(
+        plain
+    ).replace(  # type: ignore[attr-defined]
+        parameters=[*inspect.signature(plain).parameters.values()][:-1]
+    )
+    monkeypatch.setitem(sys.modules, scan.package, SimpleNamespace(**{scan.kernel: lambda cu_seqlens, seq_idx: None}))
+    assert scan.kernel_takes_borders
+    monkeypatch.setattr(inspect.getmodule(type(layer)), name, kernel)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    apply_recurrent(model, Exchange())
+    torch.testing.assert_close(layer(hidden, borders=borders), torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+def test_the_planner_sends_what_a_step_does(pool: WorkerPool, models: Path) -> None:
+    case = Case("qwen3_5", 1, 2, 1, method="ulysses")
+    traffic = pool.run(2, one_step, models, case)[0]
+    found = Traffic()
+    for one in planned(case.config(models, steps=2, rows=8), ranks=2, device_type="cpu").collectives:
+        for _ in range(one.calls):
+            found.add(one.kind, one.sent // one.calls)
+    assert found.calls == traffic.calls
+    assert found.total == traffic.total
 
 
 LENGTH, LAYERS = 768, 2

@@ -120,3 +120,17 @@ class Borders:
                 at += longest
             indices.append(to_device(index, self.device))
         return indices, to_device(places, self.device)
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Where documents begin in the flattened rows, and the number of tokens: ``[N + 1]`` int64."""
+        length = self.starts[0][-1]
+        found = [row * length + start for row, borders in enumerate(self.starts) for start in borders[:-1]]
+        return to_device(torch.tensor([*found, len(self.starts) * length]), self.device)
+
+    @functools.cached_property
+    def numbers(self) -> Tensor:
+        """Each token's document, counted from 0 in every row: ``[B, S]`` int32."""
+        lengths = [torch.tensor(borders).diff() for borders in self.starts]
+        rows = [torch.repeat_interleave(torch.arange(len(each)), each) for each in lengths]
+        return to_device(torch.stack(rows).to(torch.int32), self.device)

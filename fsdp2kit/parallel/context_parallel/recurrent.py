@@ -21,6 +21,9 @@ Bytes that a rank sends for one layer, with B rows of s tokens on each rank, c c
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,20 +47,39 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 """A whole Mamba-2 layer in one kernel; where it gives None, layers call the convolution and the scan."""
 
 
-class Scan(NamedTuple):
+@dataclass(frozen=True)
+class Scan:
     """The arguments of a scan, by how their heads are counted."""
 
     heads: tuple[str, ...]
     """``[B, S, H, …]``; the output is like the first of them."""
-    groups: tuple[str, ...] = ()
+    groups: tuple[str, ...]
     """``[B, S, G, …]``, H a multiple of G."""
-    vectors: tuple[str, ...] = ()
+    vectors: tuple[str, ...]
     """``[H]``, or not given."""
+    package: str
+    kernel: str
+    """The CUDA kernel that transformers' function calls where its package is installed."""
+    borders: str
+    """The kernel's argument for documents: "cu_seqlens" of one row of all tokens, or "seq_idx" of each row."""
+
+    @functools.cached_property
+    def kernel_takes_borders(self) -> bool:
+        """Whether the installed kernel has that argument; transformers drops arguments that a kernel does not have."""
+        with contextlib.suppress(Exception):  # whatever a package without its device raises
+            kernel = getattr(importlib.import_module(self.package), self.kernel)
+            return self.borders in inspect.signature(kernel).parameters
+        return False
 
 
+_FLA, _MAMBA = "fla.ops.gated_delta_rule", "mamba_ssm.ops.triton.ssd_combined"
 SCANS = {
-    "torch_chunk_gated_delta_rule": Scan(("value", "g", "beta"), ("query", "key")),
-    "mamba2_chunk_scan": Scan(("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias")),
+    "torch_chunk_gated_delta_rule": Scan(
+        ("value", "g", "beta"), ("query", "key"), (), _FLA, "chunk_gated_delta_rule", "cu_seqlens"
+    ),
+    "mamba2_chunk_scan": Scan(
+        ("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias"), _MAMBA, "mamba_chunk_scan_combined", "seq_idx"
+    ),
 }
 """By the name of transformers' function."""
 
@@ -240,7 +262,7 @@ def _scan(
         heads = slice(share.query.start, share.query.stop)
         vectors = {name: given[name][heads] for name in scan.vectors if given.get(name) is not None}
 
-        def run(of_documents: dict[str, Tensor]) -> Tensor:
+        def run(of_documents: Mapping[str, Tensor]) -> Tensor:
             nonlocal is_pair
             values = {**given, **vectors, **of_documents}
             leading = [values.pop(name) for name in names[: len(args)]]
@@ -248,6 +270,8 @@ def _scan(
             is_pair = isinstance(result, tuple)
             return result[0] if is_pair else result
 
+        if tensors[0].is_cuda and scan.kernel_takes_borders and not borders.are_rows:
+            return _by_kernel(run, mine, borders, scan.borders)
         return _of_documents(run, mine, borders)
 
     tensors = Tensors([given[name] for name in scan.heads], [given[name] for name in scan.groups])
@@ -255,7 +279,20 @@ def _scan(
     return (output, None) if is_pair else output
 
 
-def _of_documents(run: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor], borders: Borders) -> Tensor:
+def _by_kernel(
+    run: Callable[[Mapping[str, Tensor]], Tensor], tensors: dict[str, Tensor], borders: Borders, argument: str
+) -> Tensor:
+    """The same as `_of_documents`, by a kernel that knows of borders."""
+    if argument == "seq_idx":
+        return run({**tensors, argument: borders.numbers})
+    rows = next(iter(tensors.values())).shape[:2]
+    flat = {name: tensor.flatten(0, 1)[None] for name, tensor in tensors.items()}
+    return run({**flat, argument: borders.offsets})[0].unflatten(0, rows)
+
+
+def _of_documents(
+    run: Callable[[Mapping[str, Tensor]], Tensor], tensors: dict[str, Tensor], borders: Borders
+) -> Tensor:
     """``[B, S, H, D]``: what ``run`` gives for each document alone, of ``[B, S, …]``."""
     if borders.are_rows:
         return run(tensors)

@@ -102,7 +102,7 @@ def measure(module: nn.Module, model: PreTrainedModel, *, dtype: torch.dtype = t
 
     def scan(name: str, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(inspect.signature(scope[name]).parameters, args, strict=False)), **kwargs}
-        heads, groups = ([given[one] for one in names] for names in SCANS[name][:2])
+        heads, groups = ([given[one] for one in names] for names in (SCANS[name].heads, SCANS[name].groups))
         found["heads"] = heads[0].shape[2]
         found["groups"] = groups[0].shape[2] if groups else found["heads"]
         found["of_head"] = sum(tensor[0, 0, 0].nbytes for tensor in heads)
