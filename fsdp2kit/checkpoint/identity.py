@@ -123,7 +123,7 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
     changed = [
-        f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
+        f"{name} {before.get(name, 'unset')} → {now.get(name, 'unset')}"
         for name in dict.fromkeys([*now, *before])
         if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
     ]

@@ -21,20 +21,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from fsdp2kit.model.experts import expert_count, experts_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Layer types (transformers' names) that have no softmax attention.
 _WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "moe", "mlp"}
-
-# transformers has no single name for these; the first that a config has is taken.
-_EXPERT_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 # Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of a figure "with sparsity"), and the
 # devices that have it. All words of a kind must be in the device's name; the kind with the most words is taken.
@@ -130,7 +128,7 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
     if head is not None:
         looked_up.discard(id(head.weight))  # tied: it is looked up and multiplies
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
-    experts = _first(config, _EXPERT_COUNT)
+    experts = expert_count(config)
     dense, routed = 0.0, 0.0
     for name, parameter in model.named_parameters():  # names a tied parameter once
         if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in looked_up or ".original_module." in name:
@@ -148,17 +146,6 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
     if visited is None or not isinstance(experts, int):
         return math.nan  # a guess would be reported as if it were a measurement
     return dense + routed * visited / experts
-
-
-def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether a model's config names experts, and a token visits only some."""
-    return (_first(config.get_text_config(), _EXPERT_COUNT) or 1) > 1
-
-
-def experts_per_token(config: PreTrainedConfig) -> int | None:
-    """How many routed experts a token visits; None if a model's config does not say."""
-    visited = _first(config.get_text_config(), _EXPERTS_PER_TOKEN)
-    return visited if isinstance(visited, int) else None
 
 
 def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
@@ -197,7 +184,3 @@ def _state_flops(module: nn.Module) -> float:
         if all(isinstance(size, int) for size in sizes):
             return float(cost * math.prod(sizes))
     return 0.0
-
-
-def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -55,8 +55,9 @@ class Layout:
 
     @functools.cached_property
     def spans(self) -> dict[str, Span]:
-        """How the groups "cp", "shard" and "replicate" lie; those of one rank are left out."""
-        ranks = {"cp": self.sizes.cp, "shard": self.shards, "replicate": len(self.hosts) // self.shards}
+        """How the groups "cp", "expert", "shard" and "replicate" lie; those of one rank are left out."""
+        ranks = {"cp": self.sizes.cp, "expert": self.sizes.ep, "shard": self.shards}
+        ranks["replicate"] = len(self.hosts) // self.shards
         apart = {"replicate": self.shards}
         return {dim: self.span(size, apart=apart.get(dim, 1)) for dim, size in ranks.items() if size > 1}
 
@@ -104,32 +105,35 @@ class Layout:
         return _few([f"{rank}:{rank // self.sizes.cp}/{rank % self.sizes.cp}" for rank in ranks], _MOST_CELLS, "…")
 
     def _placement(self) -> Iterator[str]:
-        for dim, name in (("cp", "cp"), ("shard", "shards"), ("replicate", "replicas")):
+        names = {"cp": "cp", "expert": "ep", "shard": "shards", "replicate": "replicas"}
+        for dim, name in names.items():
             if (span := self.spans.get(dim)) is not None:
                 some = f" in {span.crossing} of {span.groups} groups" if span.crossing < span.groups else ""
                 yield f"{name} over {span.nodes} nodes{some}" if span.crossing else f"{name} within a node"
 
     def warnings(self, prices: Mapping[str, str] | None = None) -> list[str]:
-        """A line each for cp and for shards, where they cross nodes: what it costs, and what would not cross.
+        """A line each for cp, ep and shards, where they cross nodes: what it costs, and what would not cross.
 
         Args:
-            prices: by "cp" and "shard", the cost; by "hybrid", the cost of hybrid sharding instead.
+            prices: by "cp", "expert" and "shard", the cost; by "hybrid", the cost of hybrid sharding instead.
         """
         prices, lines = prices or {}, []
-        for dim, subject in (("cp", "cp crosses nodes"), ("shard", "shards cross nodes")):
+        subjects = {"cp": "cp crosses nodes", "expert": "ep crosses nodes", "shard": "shards cross nodes"}
+        smaller = {"cp": ("mesh.cp", self.sizes.cp), "expert": ("mesh.ep", self.sizes.ep)}
+        for dim, subject in subjects.items():
             if (span := self.spans.get(dim)) is not None and span.crossing:
                 some = f" in {span.crossing} of {span.groups} groups" if span.crossing < span.groups else ""
-                todo = self._instead_of_cp() if dim == "cp" else self._instead_of_shards(prices.get("hybrid", ""))
+                is_shard = dim == "shard"
+                todo = self._instead_of_shards(prices.get("hybrid", "")) if is_shard else self._smaller(*smaller[dim])
                 price = f": {prices[dim]}" if dim in prices else ""
                 lines.append("; ".join(part for part in (f"{subject}{some}{price}", todo) if part))
         return lines
 
-    def _instead_of_cp(self) -> str:
+    def _smaller(self, key: str, size: int) -> str:
         if any(ranks[-1] - ranks[0] + 1 > len(ranks) for ranks in self.nodes.values()):
             return "the ranks of a node are not neighbours: number them node by node (Slurm: --distribution=block)"
-        cp = self.sizes.cp
-        fitting = [size for size in range(2, cp) if cp % size == 0 and not self.span(size).crossing]
-        return f"mesh.cp = {fitting[-1]} stays within a node" if fitting else "no smaller mesh.cp stays within a node"
+        fitting = [ranks for ranks in range(2, size) if size % ranks == 0 and not self.span(ranks).crossing]
+        return f"{key} = {fitting[-1]} stays within a node" if fitting else f"no smaller {key} stays within a node"
 
     def _instead_of_shards(self, price: str) -> str:
         cp, shard = self.sizes.cp, self.sizes.dp_shard

@@ -32,7 +32,7 @@ def price_crossings(
         sent: what a rank sends in a step; empty if that is not planned, and then nothing has a price.
     """
     found: dict[str, str] = {}
-    for dim in ("cp", "shard"):
+    for dim in ("cp", "expert", "shard"):
         over = [one for one in sent if one.dim == dim and one.link == "network"]
         if not over:
             continue

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.flops import flops_per_batch, is_mixture
+from fsdp2kit.model.experts import is_mixture
+from fsdp2kit.model.flops import flops_per_batch
 from fsdp2kit.planner.communication import Collective
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.sizes import StepMemory

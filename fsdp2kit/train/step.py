@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2kit import status
 from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.diagnosis import name_ranks
-from fsdp2kit.distributed import agree, by_mesh, gather_objects
+from fsdp2kit.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
@@ -282,19 +284,28 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def _norm_over_mesh(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of gradients that are sharded over one mesh."""
-    if any(gradient.device.type == "cpu" for gradient in gradients):
+    """The L2 norm of gradients that are sharded over one mesh, on each dimension of it or on none. Collective."""
+    parts = [local_part(gradient) for gradient in gradients]
+    if any(part.device.type == "cpu" for part in parts):
         # On a CPU torch's float32 norm adds squares one by one: for 28 million of them the error is 1e-4, and another
         # one for each sharding.
-        norm = torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients])).float()
+        norm = torch.linalg.vector_norm(torch.stack([_norm(part) for part in parts]))
     else:
-        norm = _device_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = _device_norm(parts)
+    first = gradients[0]
+    if isinstance(first, DTensor):
+        # DTensor's own reduction warns where it takes more than one collective.
+        squares = norm.square()
+        for dim, placement in enumerate(first.placements):
+            if not placement.is_replicate() and first.device_mesh.size(dim) > 1:
+                dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
+        norm = squares.sqrt()
+    return norm.float()
 
 
 def _device_norm(gradients: list[Tensor]) -> Tensor:
     """As `torch.nn.utils.get_total_norm`, which rounds the norms of 16-bit gradients, and their norm, to 16 bits."""
-    return torch.linalg.vector_norm(torch.stack(float32_norms(gradients))) if gradients else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(float32_norms(gradients)))
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -83,6 +83,25 @@ def test_killed_runs_end_as_if_they_had_not_been(
         print(f"\n{tally(kills)}")
 
 
+@pytest.mark.full
+def test_killed_runs_of_experts_that_are_dealt_out_lose_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what they kept goes on with another ep as what was never killed goes on with the same."""
+    model = demo_model_dir(tmp_path / "model", kind="qwen3_moe")
+    options = [f"model.path='{model}'", "model.weights=pretrained", "model.config=none"]
+    kills = kill_runs(tmp_path, runs=2, seed=5, options=[*options, "mesh.ep=2"])
+    harness, losses = Harness(tmp_path / "more", toml=tmp_path / "run.toml", size=SIZE), []
+    for name, ep in (("straight", 2), ("run-001", 1)):
+        more = [f"run.dir='{tmp_path / name}'", f"mesh.ep={ep}", f"train.steps={STEPS + 2}"]
+        assert harness.start([*options, *more]) == STEPS
+        losses.append([number[1] for number in outcome(tmp_path / name)[0]])
+    assert len(losses[0]) == STEPS + 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    with capsys.disabled():
+        print(f"\n{tally(kills)}")
+
+
 @pytest.mark.slow
 def test_killed_runs_with_adapters_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What they keep is the adapters; the model beside them comes from its own directory at every start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -19,7 +21,9 @@ from fsdp2kit import distributed
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
+from fsdp2kit.parallel.mesh import device_mesh
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
+from fsdp2kit.train.step import gradient_norm
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_preflight import check
 from tests.reference import (
@@ -210,6 +214,42 @@ def test_checkpoints_fit_any_ep(
 def test_refuses_what_cannot_be_dealt_out(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(kind, ep=2, **options)
+
+
+def norm_over_two_dims() -> tuple[float, float, list[str]]:
+    """`gradient_norm` where some gradients are sharded over two dimensions, the plain norm, and what torch warned."""
+    distributed.start()
+    torch.manual_seed(0)
+    net, said = torch.nn.Module(), _Said()
+    meshes = device_mesh("cpu", {"shard": 2, "expert": 2}), device_mesh("cpu", {"replicate": 2, "shard": 2})
+    shardings = (meshes[0], [Shard(1), Shard(0)]), (meshes[1], [Replicate(), Shard(0)])
+    values = [torch.randn(5, 6, 3) for _ in shardings]
+    for number, (value, (mesh, placements)) in enumerate(zip(values, shardings, strict=True)):
+        parameter = torch.nn.Parameter(distribute_tensor(value, mesh, placements))
+        parameter.grad = parameter.detach().clone()
+        net.register_parameter(f"weight{number}", parameter)
+    logger = logging.getLogger("torch.distributed.tensor")
+    logger.addHandler(said)
+    try:
+        found = gradient_norm(net).item()
+    finally:
+        logger.removeHandler(said)
+    return found, torch.cat(values).norm().item(), said.lines
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_the_norm_over_two_dimensions_of_a_mesh_makes_torch_warn_of_nothing(pool: WorkerPool) -> None:
+    for found, expected, said in pool.run(4, norm_over_two_dims):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert said == []
 
 
 def test_every_expert_is_on_one_rank() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,15 @@ def test_what_is_said(
     assert layout.warnings() == warnings
     if placement is not None:
         assert f": {placement}; each rank" in layout.draw()[0]
+
+
+def test_exchanges_of_experts_between_nodes_are_named() -> None:
+    layout = replace(laid_out(node_names(16, 8), cp=1), sizes=MeshSizes(1, 16, 1, ep=16))
+    assert layout.warnings({"expert": "1 GB"})[0] == "ep crosses nodes: 1 GB; mesh.ep = 8 stays within a node"
+    assert "ep over 2 nodes" in layout.draw()[0]
+    within = replace(layout, sizes=MeshSizes(1, 16, 1, ep=8))
+    assert not within.spans["expert"].crossing
+    assert "ep within a node" in within.draw()[0]
 
 
 def test_prices_stand_where_the_fact_is() -> None:

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,7 +16,7 @@ from tests.workers import WorkerPool
 
 
 def norms_of_shards(replicate: int, shard: int, dtype: torch.dtype) -> dict[str, float]:
-    """The gradients' norm in each way; that of the first gradient alone, not yet summed over ranks."""
+    """The gradients' norm in each way."""
     net = jobs.make_net().to(dtype)
     mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
     fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
@@ -28,17 +27,7 @@ def norms_of_shards(replicate: int, shard: int, dtype: torch.dtype) -> dict[str,
     found = {"cpu": losses.gradient_norm(net).item()}
     with mock.patch.object(losses, "any", return_value=False, create=True):  # "no gradient is on a CPU"
         found["cuda"] = losses.gradient_norm(net).item()
-        # torch 2.13 sums over ranks on the way; it promises no more than a DTensor.
-        with mock.patch.object(losses, "_device_norm", _unsummed_norm):
-            found["first"] = losses.gradient_norm(net).item()
     return found
-
-
-def _unsummed_norm(gradients: list[Tensor]) -> Tensor:
-    norm = torch.linalg.vector_norm(gradients[0], dtype=torch.float32)
-    assert isinstance(norm, DTensor)
-    assert any(placement.is_partial() for placement in norm.placements)
-    return norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -49,6 +38,5 @@ def test_the_norm_of_shards_is_that_of_whole_gradients(
     """In float32 also where gradients are not, as those of `fsdp.storage_dtype` are."""
     gradients = [gradient.to(dtype) for gradient in jobs.gradients(0).values()]
     whole = float(torch.cat([gradient.flatten() for gradient in gradients]).double().norm())
-    first = float(gradients[0].double().norm())
     for found in pool.run(replicate * shard, norms_of_shards, replicate, shard, dtype):
-        assert found == pytest.approx({"cpu": whole, "cuda": whole, "first": first}, rel=1e-5)
+        assert found == pytest.approx({"cpu": whole, "cuda": whole}, rel=1e-5)

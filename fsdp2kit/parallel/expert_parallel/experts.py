@@ -104,18 +104,18 @@ def routed_experts_backward(
     grad_weight = (into * activated).sum(-1, dtype=torch.float32)
     if down_bias is not None:
         grad_weight += (grad * _rows_of(down_bias, routing.sizes)).sum(-1, dtype=torch.float32)
-    (grad_projected,) = gate_backward(into.mul_(weight))
+    # What is not needed any more is freed at once: less is held, and the allocator has it for what follows.
     grad.mul_(weight)
+    of_down = _gradients(activated, grad, routing, found, wanted[1 + found.has_bias :])
+    del activated, grad
+    (grad_projected,) = gate_backward(into.mul_(weight))
+    del gate_backward, into
+    of_up = _gradients(received, grad_projected, routing, found, wanted)
     grad_hidden = grouped_product(grad_projected, up, routing.sizes, transposed=not found.is_transposed)
+    del grad_projected
     of_tokens = routing.to_tokens(grad_hidden).view(*index.shape, -1).sum(1)
     of_weights = routing.to_tokens(grad_weight).view(index.shape).to(weights.dtype)
-    pairs = [(received, grad_projected), (activated, grad)]
-    found_gradients = [
-        gradient
-        for number, (x, g) in enumerate(pairs)
-        for gradient in _gradients(x, g, routing, found, wanted[number * (1 + found.has_bias) :])
-    ]
-    return [of_tokens, of_weights, *found_gradients]
+    return [of_tokens, of_weights, *of_up, *of_down]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
