@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
+from transformers import AutoTokenizer, GenerationConfig, logging
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.adapters import CONFIG_NAME
+from fsdp2kit.model.text_part import load_whole
 
 
 @in_one_line
@@ -55,7 +56,7 @@ def load(directory: Path) -> tuple[Any, Any]:
         raise UserError(str(directory), "is not a model directory (no config.json)", todo)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = load_adapted(directory) if is_adapter else AutoModelForCausalLM.from_pretrained(directory)
+        model = load_adapted(directory) if is_adapter else load_whole(directory)
     except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
         raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
     return tokenizer, model
@@ -68,7 +69,7 @@ def load_adapted(directory: Path) -> Any:
     base = PeftConfig.from_pretrained(str(directory)).base_model_name_or_path
     if base is None:
         raise ValueError("its adapter_config.json names no model")
-    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(directory))
+    model: Any = PeftModel.from_pretrained(load_whole(base), str(directory))
     if (directory / "generation_config.json").is_file():  # it stops at what ended the turns that were trained
         setattr(model, "generation_config", GenerationConfig.from_pretrained(directory))  # noqa: B010 (typed as tensors)
     return model

@@ -19,8 +19,6 @@ from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file, sync, sync_tree
 
-ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-
 
 @dataclass(frozen=True)
 class ExportDirectory:
@@ -121,16 +119,6 @@ class ExportDirectory:
     def _files(self) -> set[str]:
         """The files that exports of ours wrote there, or were about to."""
         return set(self.record().get("files", []))
-
-
-def copy_assets(source: Path, target: Path) -> None:
-    """Copy everything but weights, their index and hidden files from one directory into another."""
-    for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
-        is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
-        if path.is_file() and is_asset and not path.name.startswith("."):
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True, parents=True)
-            shutil.copyfile(path, copy)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

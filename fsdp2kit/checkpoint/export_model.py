@@ -8,6 +8,7 @@ three tensors (or groups of tensors that transformers stores in other pieces) be
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit import distributed
+from fsdp2kit.checkpoint.carried import TensorReader, beside_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import (
     MAX_SHARD_BYTES,
@@ -39,6 +41,7 @@ from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import ModelSource, source_of
 from fsdp2kit.model.names import build_skeleton, own_class
+from fsdp2kit.model.stored import read_carried
 from fsdp2kit.model.tokenizer import turn_ends
 
 
@@ -86,6 +89,7 @@ def export_model(
                     source=source.directory,
                     stops=turn_ends(tokenizer) if tokenizer is not None else (),
                     adapter=adapter_of(model),
+                    whole=source.whole,
                 )
         with exporting(plan), torch.no_grad():
             _write_files(plan, tensors)
@@ -116,10 +120,11 @@ def _plan(
     shapes = {name: (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in tensors.items()}
     skeleton = build_skeleton(model)
     if adapter is None:
-        files = plan_files(shapes, skeleton, dtype, max_shard_bytes)
-        return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton)
+        carried = None if source.whole is None or source.directory is None else read_carried(model, source.directory)
+        files = plan_files(shapes, skeleton, dtype, max_shard_bytes, carried=carried)
+        return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton, carried=carried)
     adapted = skeleton if adapter.expert_leaves else None
-    files = plan_adapter_file(shapes, dtype, adapted)
+    files = plan_adapter_file(shapes, dtype, skeleton, adapted)
     return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=None, adapted=adapted)
 
 
@@ -135,8 +140,9 @@ def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
             gathered = _gather(plan, tensors, turn, mine)
             try:
                 if mine is not None:
-                    blocks = tensors_of(plan, mine, _Gathered(gathered))
-                    write_safetensors(plan.out.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
+                    with _reader(plan, gathered) as reader:
+                        blocks = tensors_of(plan, mine, reader)
+                        write_safetensors(plan.out.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
             except Exception as error:  # a full disk, say
                 problem = error
             try:
@@ -145,6 +151,15 @@ def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
             except Exception as error:
                 problem = problem or error
     agree(problem)
+
+
+@contextlib.contextmanager
+def _reader(plan: ExportPlan, gathered: Iterator[dict[str, Tensor]]) -> Iterator[TensorReader]:
+    if plan.carried is None:
+        yield _Gathered(gathered)
+    else:
+        with beside_carried(plan.carried, _Gathered(gathered)) as reader:
+            yield reader
 
 
 def _gather(
@@ -163,8 +178,9 @@ def _gather(
                 group = plan.files[file][number]
                 dtypes = {form.dtype for form in group.forms.values()}
                 dtype = dtypes.pop() if len(dtypes) == 1 else None
-                whole = {key: _whole(tensors[key], dtype) for key in group.keys.values()}
-                if file == mine and problem is None:
+                # What is carried over is read from a file, by the writer alone.
+                whole = {key: _whole(tensors[key], dtype) for key in group.keys.values() if key in tensors}
+                if whole and file == mine and problem is None:
                     try:
                         kept = {key: tensor.cpu() for key, tensor in whole.items()}
                     except Exception as error:  # no memory, say

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.export_directory import copy_assets
+from fsdp2kit.checkpoint.carried import carried_record
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
@@ -21,8 +21,11 @@ from fsdp2kit.checkpoint.store import on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
+from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta, tied_names
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
+from fsdp2kit.model.names import whole_of
+from fsdp2kit.model.text_part import load_whole, text_config_of
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
 
@@ -89,7 +92,11 @@ def write_weights(
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         progress, tied = asdict(Progress()), tied_names(model)
-        write_manifest(staging, Manifest(0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}))
+        carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
+        manifest = Manifest(
+            0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
+        )
+        write_manifest(staging, manifest)
         staging.rename(out)
         sync(out.parent)
     except (OSError, dcp.CheckpointException) as error:
@@ -115,7 +122,8 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     tokens, hf_dir = 32, to_path(hf_dir)
     with on_disk(hf_dir) as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        theirs = load_whole(folder, dtype="auto").eval()
+        config = text_config_of(config) or config
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
         cast_model(ours, theirs.dtype)  # some stay in float32
         load_weights(checkpoint, ours)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
-from fsdp2kit.checkpoint.export_directory import ExportDirectory, copy_assets, write_json
+from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried, with_text_dtype
+from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
@@ -34,11 +35,13 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.expert_adapters import adapter_files
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
-from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
+from fsdp2kit.model.stored import INDEX_NAME, Carried
+from fsdp2kit.model.weights import open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -80,6 +83,8 @@ class ExportPlan:
     """The directory of the model that the checkpoint's adapter is merged into; None: nothing is merged."""
     adapted: PreTrainedModel | None = None
     """The adapter's model without values, if factors of its experts are written one by one."""
+    carried: Carried | None = None
+    """What is carried over beside the model, which is a text part; None for another model, and for an adapter."""
 
     @property
     def is_adapter(self) -> bool:
@@ -98,6 +103,11 @@ class ExportPlan:
             return
         (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if self.carried is not None:
+            self._write_index(folder)
+            if config.get("dtype", config.get("torch_dtype")) != self.dtype:
+                write_json(folder / "config.json", with_text_dtype(config, self.dtype))
+            return
         # A model of several parts has configs within its config.
         parts = [value for value in config.values() if isinstance(value, dict) and "model_type" in value]
         for part in (config, *parts):
@@ -106,6 +116,9 @@ class ExportPlan:
         if self.model is not None:  # a config that never was a model's lacks it
             config.setdefault("architectures", [type(self.model).__name__])
         write_json(folder / "config.json", config)
+        self._write_index(folder)
+
+    def _write_index(self, folder: Path) -> None:
         if len(self.files) > 1:
             weight_map = {name: file for file in self.files for name in self.forms(file)}
             total = sum(group.size for groups in self.files.values() for group in groups)
@@ -212,11 +225,11 @@ def plan_export(
         dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
-    directory.check_replaceable(read=[base])
     model = model_on_meta(config_dir)
     if holds_adapter(config_dir) and not merge:
+        directory.check_replaceable()
         adapted = model if names_experts(config_dir) else None
-        files = plan_adapter_file(_shapes(checkpoint, None, None), dtype, adapted)
+        files = plan_adapter_file(_shapes(checkpoint, None, None), dtype, model, adapted)
         return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model=None, adapted=adapted)
     if model is None and merge:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
@@ -225,8 +238,10 @@ def plan_export(
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
     kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
-    files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept)
-    return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base)
+    carried = find_carried(model, checkpoint, manifest, base or config_dir)
+    directory.check_replaceable(read=[base, carried and carried.directory])
+    files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept, carried=carried)
+    return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base, carried=carried)
 
 
 def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
@@ -259,6 +274,7 @@ def plan_files(
     max_shard_bytes: int,
     *,
     kept: Iterable[str] = (),
+    carried: Carried | None = None,
 ) -> dict[str, list[Group]]:
     """What goes into which file of a model's export: files are filled in order, and have transformers' names.
 
@@ -266,8 +282,12 @@ def plan_files(
         shapes: the model's tensors by name, a tied one once: the key under which each is read, and a meta tensor.
         max_shard_bytes: of a file; a larger group gets its own.
         kept: the tensors that stay in float32, where `model` is None; else its class is asked.
+        carried: what is carried over beside a text part.
     """
     groups = _groups(shapes, model, DTYPES[dtype], kept=kept)
+    if carried is not None:
+        groups = [_as_stored(group, carried, DTYPES[dtype]) for group in groups]
+        groups += [Group({name: CARRIED + name}, {name: one}, is_copied=True) for name, one in carried.others.items()]
     split = split_state_dict_into_shards_factory(
         {str(number): group for number, group in enumerate(groups)},
         get_storage_size=lambda group: group.size,
@@ -280,19 +300,38 @@ def plan_files(
     return files
 
 
+def _as_stored(group: Group, carried: Carried, dtype: torch.dtype) -> Group:
+    """A group of a text part's tensors under the names of the whole's files, and in their dtypes unless another than
+    the usual one is asked for."""
+    if group.is_copied and (own := next(iter(group.keys))) in carried.names:
+        group = Group(group.keys, {carried.names[own]: next(iter(group.forms.values()))}, is_copied=True)
+    if strange := sorted(group.forms.keys() - carried.text.keys()):
+        what = f"{carried.directory} does not name its tensors as transformers writes them ({strange[0]} is not in it)"
+        raise UserError("export", what, "load the model with from_pretrained, save it, and train from that")
+    if dtype != carried.dtype:
+        return group
+    forms = {name: form.to(carried.text[name].dtype) for name, form in group.forms.items()}
+    return Group(group.keys, forms, group.is_copied and len(forms) == 1)
+
+
 def plan_adapter_file(
-    shapes: dict[str, tuple[str, Tensor]], dtype: str, adapted: PreTrainedModel | None
+    shapes: dict[str, tuple[str, Tensor]],
+    dtype: str,
+    model: PreTrainedModel | None,
+    adapted: PreTrainedModel | None,
 ) -> dict[str, list[Group]]:
     """The one file of an adapter's export; see `plan_files`.
 
     Args:
+        model: the adapter's model, without adapters, on any device; None if transformers does not know it.
         adapted: as in `ExportPlan`.
     """
     groups = []
     for name, (key, tensor) in shapes.items():
         meta = {name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor}
-        forms = {adapter_file_name(name): meta[name]} if adapted is None else adapter_files(adapted, meta)
-        groups.append(Group({name: key}, forms, is_copied=[*forms] == [adapter_file_name(name)]))
+        own = adapter_file_name(name, model)
+        forms = {own: meta[name]} if adapted is None else adapter_files(adapted, meta)
+        groups.append(Group({name: key}, forms, is_copied=[*forms] == [own]))
     return {ADAPTER_WEIGHTS: groups}
 
 
@@ -351,23 +390,13 @@ def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: 
         if plan.base is not None and plan.model is not None:
             base = checked.enter_context(open_pretrained(plan.model, plan.base, allow_unexpected=True))
             reader = MergedTensors(plan.config_dir, base, reader)
+        if plan.carried is not None:
+            reader = checked.enter_context(beside_carried(plan.carried, reader))
         forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
         with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
             for file, tensors in forms.items():
                 path, blocks = plan.out.staging / file, tensors_of(plan, file, reader)
                 write_safetensors(path, tensors, blocks, advance=bar.advance)
-
-
-class TensorReader(Protocol):
-    """Where the tensors of an export come from, by the keys of its plan; see `StoredTensors`."""
-
-    def read(self, key: str, /) -> Tensor:
-        """A whole tensor."""
-        ...
-
-    def blocks(self, key: str, /) -> Iterator[Tensor]:
-        """Its elements in order, as flat tensors."""
-        ...
 
 
 def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[Iterable[Tensor]]:

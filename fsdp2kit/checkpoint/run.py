@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
+from fsdp2kit.checkpoint.carried import carried_record
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
@@ -94,7 +95,9 @@ def build_checkpoints(
     read = {**data.contents, **(contents or {})}
     statistics = getattr(data, "statistics", dict)()  # data of a recipe's own may tell none
     job.events.record("data", total_steps=data.total_steps, **statistics)
-    recorded = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
+    recorded: dict[str, Any] = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
+    if source.whole is not None and source.directory is not None:
+        recorded["carried"] = carried_record(source.directory)
     return Checkpoints(
         config,
         model,
@@ -148,6 +151,7 @@ class Assets:
             source=source.directory,
             stops=self.stops,
             adapter=adapter_of(self.model),
+            whole=source.whole,
         )
 
     def notes(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fsdp2kit.data.template import CLOSE, OPEN, REASONING, ROLES, Message, Template, Tokenizer, parsed
@@ -24,6 +24,8 @@ _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "
 _SPOKEN = ("tool_calls", *REASONING)  # fields with text of a turn, beside its content
 # In other tools (OpenAI's, axolotl's, mistral's) a 0 or false here takes the turn out of the loss.
 _UNLEARNT = ("weight", "train", "training", "loss", "trainable")
+# What a part of a content may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
+_MEDIA = ("image", "video", "audio")
 _BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
@@ -59,12 +61,34 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
+    if isinstance(content, list):
+        _check_parts(content, where, f"{name}.content")
     for field in _UNLEARNT:
         if message["role"] == "assistant" and field in message and not message[field]:
             what = f"{name}.{field} is {json.dumps(message[field])}, which is not read here: the turn would be learnt"
             todo = 'end rows in a turn to learn and set data.train_on = "last", or take the field out'
             raise UserError(where, what, todo)
     return message
+
+
+def _check_parts(parts: Sequence[Any], where: str, name: str) -> None:
+    """Refuse images, video and audio: a chat template would write placeholders for them, and train on these."""
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            continue
+        kind = str(part.get("type") or "text").removeprefix("input_").removesuffix("_url")
+        if found := next((one for one in _MEDIA if kind == one or part.get(one) or part.get(f"{one}_url")), None):
+            raise no_media(where, f"{name}[{number}]", found)
+
+
+def no_media(where: str, name: str, kind: str) -> UserError:
+    """The error of a row that holds an image, a video or audio."""
+    return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
+
+
+def media_columns(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and kind of each column that holds what a row's messages show: ``image``, ``images``, ``video``, …"""
+    return ((name, kind) for kind in _MEDIA for name in (kind, f"{kind}s") if row.get(name))
 
 
 def _kind(value: Any) -> str:

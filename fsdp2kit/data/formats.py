@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
-from fsdp2kit.data.chat import Chat, check_messages, check_tools
+from fsdp2kit.data.chat import Chat, check_messages, check_tools, media_columns, no_media
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
@@ -289,6 +289,8 @@ class Columns:
         if self.is_named("messages") and not names:
             raise self.missing("messages")
         found = [check_messages(self.from_json(name), self.where, name=name) for name in names]
+        for name, kind in media_columns(self.all) if found else ():
+            raise no_media(self.where, repr(name), kind)
         if len(found) > 1 and found[0] != found[1]:
             raise self.ambiguous(*(("messages", name) for name in names))
         return found[0] if found else None

@@ -28,7 +28,8 @@ from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.model.expert_adapters import ALL_EXPERTS, replace_forward, stored_leaves, target_parameters
 from fsdp2kit.model.experts import find_experts
-from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
+from fsdp2kit.model.names import ADAPTER, Whole, base_module, base_name, tied_names, whole_of
+from fsdp2kit.model.text_part import read_adapter_names, written_adapter_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
@@ -69,6 +70,8 @@ class Adapter:
     """Names of the modules of experts that have adapters."""
     expert_leaves: tuple[str, ...] = ()
     """The names by which the adapter's file has one expert's layers; () if it has all experts in one tensor."""
+    whole: Whole | None = None
+    """What the model is the text part of; peft's config names that one's modules."""
 
     def identity(self) -> dict[str, str]:
         """What may not change when a run is resumed, by the TOML's keys; dropout may."""
@@ -87,6 +90,9 @@ class Adapter:
     def save(self, directory: Path) -> None:
         """Write ``adapter_config.json`` as peft does, for inference."""
         values = {**self.config.to_dict(), "inference_mode": True}
+        if self.whole is not None:
+            experts = {f"{name}{inner}" for name in self.experts for inner in ("", ".base_layer")}
+            values = written_adapter_names(values, [name for name in self.layers if name not in experts], self.whole)
         if self.expert_leaves:  # peft makes `target_parameters` of these as it loads
             values |= {"target_modules": [*values["target_modules"], *self.expert_leaves], "target_parameters": None}
         text = json.dumps(values, indent=2, sort_keys=True, default=sorted)
@@ -192,6 +198,8 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
+    if (whole := whole_of(model)) is not None:
+        read_adapter_names(config, whole)
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
@@ -211,7 +219,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     replace_forward(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves)
+    adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, whole)
     vars(model)["_fsdp2kit_adapter"] = adapter
     return adapter
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +17,9 @@ from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.adapters import Adapter
+from fsdp2kit.model.text_part import text_config_of
+
+ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
 # Keys of a config that say nothing about which model it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -63,6 +67,7 @@ def save_assets(
     source: Path | None,
     stops: Collection[int] = (),
     adapter: Adapter | None = None,
+    whole: PretrainedConfig | None = None,
 ) -> None:
     """Write everything but weights into ``directory``.
 
@@ -71,16 +76,53 @@ def save_assets(
         source: the model directory that training started from; its generation config is kept.
         stops: tokens that end what is trained; generation stops at them, too.
         adapter: the adapters that are trained, if any are; their config is written beside the model's.
+        whole: the config of ``source``, if its text part is trained; all small files there are copied, and config.json
+            changes only in what training changed of the text part.
     """
     directory, config = Path(directory), copy.deepcopy(config)
-    config.architectures = [architecture]
-    config.save_pretrained(directory)
+    if whole is not None and source is not None:
+        copy_assets(source, directory)
+        _change_text_config(directory / "config.json", config, whole)
+    else:
+        config.architectures = [architecture]
+        config.save_pretrained(directory)
     generation, _ = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
     generation.save_pretrained(directory)
     if adapter is not None:
         adapter.save(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+        _drop_former_template(directory / "chat_template.json", tokenizer)
+
+
+def _drop_former_template(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Delete a processor's file with another template than was trained on: it would go before the tokenizer's."""
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("chat_template") != tokenizer.chat_template:
+        path.unlink()
+
+
+def _change_text_config(path: Path, config: PretrainedConfig, whole: PretrainedConfig) -> None:
+    """Write into a whole's config.json what differs in its text part's config; without a difference leave the file."""
+    before = text_config_of(whole)
+    assert before is not None, "it has a text part"
+    old = before.to_dict()
+    changed = {
+        key: value for key, value in config.to_dict().items() if old.get(key) != value and key not in _INCIDENTAL
+    }
+    if changed:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["text_config"] |= changed
+        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy everything but weights, their index and hidden files from one directory into another."""
+    for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
+        is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
+        if path.is_file() and is_asset and not path.name.startswith("."):
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True, parents=True)
+            shutil.copyfile(path, copied)
 
 
 def generation_config(

@@ -28,8 +28,9 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
-from fsdp2kit.model.hf_config import load_hf_config
+from fsdp2kit.model.hf_config import load_hf_configs
 from fsdp2kit.model.names import tied_names
+from fsdp2kit.model.text_part import attach_whole, text_config_of
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class ModelSource:
     """Rows of the stored embedding; 0 without new tokens."""
     has_adapter: bool = False
     """Whether adapters are trained, and exported, in place of the model."""
+    whole: PretrainedConfig | None = None
+    """The config of the checkpoint, if the model is the text part of it; `directory` has the others' weights."""
 
     @property
     def dtype(self) -> str:
@@ -92,13 +95,15 @@ def build_model(
     if section.adapter and not local_files_only:
         start = find_hf_dir(section.adapter, key="model.adapter", with_weights=True)
     with agreement():
-        hf_config = load_hf_config(section, local_files_only=local_files_only)
+        hf_config, whole = load_hf_configs(section, local_files_only=local_files_only)
         stored_vocab = 0
         if new:
             text_config = hf_config.get_text_config()
             stored_vocab = text_config.vocab_size
             text_config.vocab_size = max(stored_vocab, new[-1] + 1)
         model = _on_meta(section, hf_config)
+        if whole is not None:
+            attach_whole(model, whole)
         compute_buffers(model)
         freeze(model, section.freeze)
         if new and not all(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
@@ -109,8 +114,11 @@ def build_model(
             what = f"adds {len(new)} tokens, for which the model that is frozen beside adapters has no rows"
             todo = "use a template without new tokens, or give a model and tokenizer that have them"
             raise UserError("model.chat_template", what, todo)
+    if whole is not None and directory is not None and section.weights != "pretrained":
+        # Weights of a checkpoint are the text part's alone; those of the others are carried over to exports.
+        directory = find_hf_dir(str(section.path), key="model.path", with_weights=True)
     # By `vars`, since a module types its attributes as tensors.
-    source = ModelSource(section.path, directory, hf_config, new, stored_vocab, adapter_of(model) is not None)
+    source = ModelSource(section.path, directory, hf_config, new, stored_vocab, adapter_of(model) is not None, whole)
     vars(model)["_fsdp2kit_source"] = source
     return model.train()
 
@@ -127,7 +135,10 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
 
 
 def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
-    """The model of ``config_dir/config.json`` on meta; None where transformers does not know the class itself."""
+    """The model of ``config_dir/config.json`` on meta; None where transformers does not know the class itself.
+
+    Of a model of several parts (text, images, …) it is the text part.
+    """
     path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"
     try:
@@ -142,8 +153,14 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
         build: Callable[..., PreTrainedModel] = getattr(
             transformers, architecture or "", AutoModelForCausalLM.from_config
         )
+        text = text_config_of(config)
         with torch.device("meta"):
-            return build(config)
+            model = build(config) if text is None else AutoModelForCausalLM.from_config(text)
+        if text is not None:
+            attach_whole(model, config)
+        return model
+    except UserError:
+        raise
     except Exception as error:  # transformers raises nearly anything on a config it does not like
         what = f"transformers cannot build the model ({type(error).__name__}: {error})"
         raise UserError(str(path), what, todo) from error

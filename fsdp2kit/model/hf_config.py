@@ -19,6 +19,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import todo_of_cache
+from fsdp2kit.model.text_part import has_parts, know_causal_lm, text_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,17 @@ logger = logging.getLogger(__name__)
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
     """The Hugging Face config of ``section.path`` (or of ``config.model_type``) with the overrides applied.
 
-    ``layer_types`` is cut to an overridden ``num_hidden_layers``.
+    ``layer_types`` is cut to an overridden ``num_hidden_layers``. Of a checkpoint of several parts (text, images, …)
+    it is that of the text part.
     """
-    overrides = dict(section.config)
+    return load_hf_configs(section, local_files_only=local_files_only)[0]
+
+
+def load_hf_configs(
+    section: ModelConfig, *, local_files_only: bool = False
+) -> tuple[PretrainedConfig, PretrainedConfig | None]:
+    """As `load_hf_config`; and the checkpoint's own config, without overrides, if it has several parts."""
+    overrides, whole = dict(section.config), None
     if section.path is None:
         model_type, fields = overrides.pop("model_type"), {}
         try:
@@ -40,7 +49,9 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             what = f"{model_type!r} has no default config: {_in_short(error)}"
             raise UserError("model.config.model_type", what, "start from a published config: model.path") from None
     else:
-        fields = known = _read_config_dict(section, local_files_only=local_files_only)
+        fields = _read_config_dict(section, local_files_only=local_files_only)
+        whole, fields = _text_part(section, fields)
+        known = fields
         model_type = overrides.pop("model_type", fields.get("model_type"))
     merged = _merge(fields, overrides, known=known, where="model.config", model_type=model_type)
     depth = _aliases(model_type).get("num_hidden_layers", "num_hidden_layers")
@@ -57,21 +68,38 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         if runs_own_code:
             config = AutoConfig.from_pretrained(str(section.path), trust_remote_code=True)
             config.update(overrides)
-            return config
+            return config, None
         with _rope_warnings() as complaints:
             config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
-        raise UserError(
-            where, f"not a usable model config: {_in_short(error)}", "check it and the overrides"
-        ) from None
+        what = f"not a usable model config: {_in_short(error)}"
+        raise UserError(where, what, "check it and the overrides") from None
+    know_causal_lm(config)
     _check_decoder(config, where=where)
     _check_heads(config, where=where)
     if complaints and _names_rope(overrides):
         raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
     for complaint in complaints:
         logger.warning("%s", complaint)
-    return config
+    return config, whole
+
+
+def _text_part(section: ModelConfig, fields: dict[str, Any]) -> tuple[PretrainedConfig | None, dict[str, Any]]:
+    """The config of a checkpoint of several parts, with the fields of its text part's; else None and ``fields``."""
+    if "auto_map" in fields or fields["model_type"] not in CONFIG_MAPPING or not has_parts(fields):
+        return None, fields
+    try:
+        config = AutoConfig.for_model(**fields)
+    except Exception:  # reported where the config of any model is made
+        return None, fields
+    text = text_config_of(config)
+    if text is None:
+        return None, fields
+    if section.weights == "random":
+        what = f"'random', but {section.path} has other parts beside the text part, whose weights an export carries"
+        raise UserError("model.weights", what, "train the pretrained text part, or give a text model's config")
+    return config, text.to_dict()
 
 
 def _in_short(error: Exception) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -50,10 +50,43 @@ def is_of_adapter(name: str) -> bool:
     return _OWN.search(name) is not None or f".modules_to_save.{ADAPTER}." in name
 
 
-def adapter_file_name(name: str) -> str:
-    """A trained tensor's name in peft's ``adapter_model.safetensors``."""
+def adapter_file_name(name: str, model: nn.Module | None = None) -> str:
+    """A trained tensor's name in peft's ``adapter_model.safetensors``.
+
+    Args:
+        model: the model; a text part's tensors are named as in its whole.
+    """
     inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)
+    if (whole := whole_of(model)) is not None:
+        inner = whole.outer(inner) or inner
     return f"base_model.model.{inner}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The model of several parts (text, images, …) that a model is the text part of; see `whole_of`."""
+
+    model: PreTrainedModel
+    """On meta, without adapters; its text part has the config that is trained."""
+    pairs: tuple[tuple[str, str], ...]
+    """The decoder and the head: names in the text part's model, and in the whole."""
+    config: PretrainedConfig
+    """As the checkpoint has it."""
+
+    def outer(self, name: str) -> str | None:
+        """A tensor's or a module's name in the whole, by its name in the text part; None where it has none."""
+        return next((there + name[len(own) :] for own, there in self.pairs if f"{name}.".startswith(f"{own}.")), None)
+
+    def inner(self, name: str) -> str | None:
+        """The inverse of `outer`; None for another part's tensor."""
+        return next(
+            (own + name[len(there) :] for own, there in self.pairs if f"{name}.".startswith(f"{there}.")), None
+        )
+
+
+def whole_of(model: nn.Module | None) -> Whole | None:
+    """What a model that `build_model` made is the text part of; None for a model of its own."""
+    return None if model is None else vars(model).get("_fsdp2kit_whole")
 
 
 def base_module(module: nn.Module) -> nn.Module:
@@ -137,11 +170,14 @@ class Source:
     """transformers' recipe; None where a tensor is at most renamed."""
     stored: list[tuple[str, str]] = field(default_factory=list)
     """Stored name, and the pattern of the converter that it matches."""
+    whole: Whole | None = None
+    """The whole, whose files these are, of a model that is a text part."""
 
     def targets(self, names: Iterable[str]) -> set[str]:
         """Those of the model's ``names`` that this makes."""
         if self.converter is None or len(self.converter.target_patterns) == 1:
             return {self.name}
+        # A converter's patterns are about a layer's tensors, so that their names may begin as those of a text part.
         first, *_ = patterns = self.converter.target_patterns
         return {self.name, *({self.name.replace(first, pattern) for pattern in patterns} & set(names))}
 
@@ -154,21 +190,53 @@ class Source:
         if self.converter is None:
             yield self.name, slices[self.stored[0][0]]
             return
-        converter = copy.deepcopy(self.converter)
+        converter, name = copy.deepcopy(self.converter), self.name
+        if self.whole is not None:
+            model, name = self.whole.model, str(self.whole.outer(name))
         for stored, pattern in self.stored:
             read: Any = partial(getitem, slices[stored], ...)
-            converter.add_tensor(self.name, stored, pattern, read)
-        for target, tensor in converter.convert(self.name, model=model, config=model.config).items():
+            converter.add_tensor(name, stored, pattern, read)
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            target = target if self.whole is None else str(self.whole.inner(target))
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
 def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], list[str]]:
     """What each of the model's tensors is made of, a tied one once; and the stored names that the model does not use.
 
+    Of a text part's whole, the other parts' tensors are neither.
+
     Args:
         model: on any device, sharded or not.
         stored: all names in its files.
     """
+    whole = whole_of(model)
+    found, unexpected, _ = _find_sources(model if whole is None else whole.model, stored)
+    if whole is None:
+        return found, list(unexpected)
+    for source in found:
+        source.name, source.whole = whole.inner(source.name) or "", whole
+    left = [key for key, name in unexpected.items() if whole.inner(name) is not None]
+    return [source for source in found if source.name], left
+
+
+def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
+    """The names in the files of a text part's whole of all that is not the text part's; a layer it lacks included.
+
+    A tied tensor's second copy is the text part's: it would not follow the first.
+    """
+    whole, stored = whole_of(model), list(stored)
+    assert whole is not None, "this model is no text part"
+    sources, _, copies = _find_sources(whole.model, stored)
+    used = {key for source in sources if whole.inner(source.name) for key, _ in source.stored}
+    return [key for key in stored if key not in used and not whole.inner(copies.get(key, ""))]
+
+
+def _find_sources(
+    model: PreTrainedModel, stored: Iterable[str]
+) -> tuple[list[Source], dict[str, str], dict[str, str]]:
+    """As `find_sources`, of a model of its own; the stored names that it does not use, with the names that they would
+    have in it; and those of tied tensors' second copies."""
     skeleton = build_skeleton(model)  # some entries go by the class, which FSDP changes
     mapping = get_model_conversion_mapping(skeleton)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -176,23 +244,26 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     targets = skeleton.state_dict()
     found: dict[str, Source] = {}
-    unexpected = []
+    unexpected: dict[str, str] = {}
     for key in sorted(stored, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
         if name not in targets and key in targets:
             name, pattern = key, None
         if name not in targets:
-            unexpected.append(key)
+            unexpected[key] = name
             continue
         source = found.setdefault(name, Source(name, None if pattern is None else by_pattern[pattern]))
         source.stored.append((key, pattern or key))
     # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
+    copies: dict[str, str] = {}
     for alias, name in tied_names(model).items():
         source = found.pop(alias, None)
         if source is not None and name not in found:
             source.name = name
             found[name] = source
-    return list(found.values()), unexpected
+        elif source is not None:
+            copies |= {key: alias for key, _ in source.stored}
+    return list(found.values()), unexpected, copies
 
 
 def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -202,7 +273,11 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
         model: of its own class, not `fully_shard`'s (`build_skeleton` gives one); None: nothing is converted.
         tensors: by the model's names; a group that can be converted by itself (see `conversion_groups`).
     """
-    return tensors if model is None else revert_weight_conversion(model, dict(tensors))
+    if model is None:
+        return tensors
+    if (whole := whole_of(model)) is not None:
+        model, tensors = whole.model, {str(whole.outer(name)): tensor for name, tensor in tensors.items()}
+    return revert_weight_conversion(model, dict(tensors))
 
 
 class ConversionGroup(NamedTuple):

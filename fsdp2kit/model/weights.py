@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -44,12 +43,13 @@ from fsdp2kit.model.names import (
     is_of_adapter,
     nf4_layers,
     tied_names,
+    whole_of,
 )
 from fsdp2kit.model.nf4 import NF4Linear
+from fsdp2kit.model.stored import open_safetensors, safetensors_files
 from fsdp2kit.torch_compat import local_slices, tree_leaves
 
 _BLOCK = 1 << 22  # elements
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def load_pretrained(
@@ -75,8 +75,8 @@ def load_pretrained(
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     grown, new = grown_tensors(model)
     size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - tied_names(model).keys())
-    paths = _safetensors_files(directory)
-    with _open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
+    paths = safetensors_files(directory)
+    with open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
         for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
             for name, value in source.tensors(skeleton, slices):
                 where = f"{directory}: {source.name}"
@@ -115,7 +115,7 @@ def open_pretrained(
         allow_unexpected: as for `load_pretrained`.
     """
     directory = Path(directory)
-    with _open_safetensors(_safetensors_files(directory)) as slices:
+    with open_safetensors(safetensors_files(directory)) as slices:
         shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
 
         def read(source: Source, name: str) -> Tensor:
@@ -139,7 +139,7 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     path, todo = Path(directory) / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {ADAPTER_WEIGHTS}", todo)
-    with _open_safetensors([path]) as slices:
+    with open_safetensors([path]) as slices:
         # Factors of experts are all in one tensor, as peft writes them, or in one each.
         files = {name: _adapter_files(skeleton, name, target, slices) for name, target in targets.items()}
         wanted = {file: shape for shapes in files.values() for file, shape in shapes.items()}
@@ -151,7 +151,7 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
                 what = f"{path}: {file} has shape {shape}, and the model wants {list(expected)}"
                 raise UserError("model.adapter", what, todo)
         for name, target in targets.items():
-            stored = slices.get(adapter_file_name(name))
+            stored = slices.get(adapter_file_name(name, skeleton))
             if stored is None:
                 stored = from_adapter_files(skeleton, name, target.shape, slices)
             _copy_part(target.detach(), stored)
@@ -161,43 +161,10 @@ def _adapter_files(
     skeleton: PreTrainedModel, name: str, target: Tensor, stored: Collection[str]
 ) -> dict[str, torch.Size]:
     """The tensors of an adapter's file that hold one of the model's, by name, with their shapes."""
-    if (whole := adapter_file_name(name)) in stored:
-        return {whole: target.shape}
+    if (file := adapter_file_name(name, skeleton)) in stored:
+        return {file: target.shape}
     tensors = {name: torch.empty(target.shape, device="meta")}
     return {file: part.shape for file, part in adapter_files(skeleton, tensors).items()}
-
-
-@contextlib.contextmanager
-def _open_safetensors(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """A slice object of every stored tensor by name: ``get_shape()``, and indexing reads just that part."""
-    slices: dict[str, Any] = {}
-    with contextlib.ExitStack() as files:
-        for path in paths:
-            try:
-                file = files.enter_context(safe_open(str(path), framework="pt"))
-            except FileNotFoundError:
-                raise UserError(str(path), "is named in the index but missing", "fetch the model again") from None
-            except (SafetensorError, OSError) as error:
-                raise UserError(str(path), f"is not a whole safetensors file ({error})", "fetch it again") from None
-            slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
-        yield slices
-
-
-def _safetensors_files(directory: Path) -> list[Path]:
-    index, single = directory / INDEX_NAME, directory / "model.safetensors"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
-        return [directory / name for name in names]
-    if not single.is_file():
-        raise UserError(
-            "model.path",
-            f"{directory} has no model.safetensors and no {INDEX_NAME}",
-            "convert its weights to safetensors, or set model.weights = 'random'",
-        )
-    return [single]
 
 
 def _checked_sources(
@@ -215,7 +182,8 @@ def _checked_sources(
         raise UserError(str(directory), what, f"is it a checkpoint of {kind}, and whole?")
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
-    if unexpected and not allow_unexpected:
+    # A text part's layers that are not run would be carried over as they are.
+    if unexpected and (not allow_unexpected or whole_of(model) is not None):
         what = f"{_some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
         raise UserError(str(directory), what, todo)

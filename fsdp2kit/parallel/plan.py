@@ -39,6 +39,8 @@ from fsdp2kit.model.inspect import (
     inspect_model,
 )
 from fsdp2kit.model.liger import check_liger
+from fsdp2kit.model.names import whole_of
+from fsdp2kit.model.text_part import check_same_logits
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
@@ -82,6 +84,8 @@ class ParallelPlan:
     """How many of them are not trained."""
     ignored_parameters: int
     """How many of them every rank keeps whole."""
+    part_of: str | None
+    """The class of several parts (text, images, …) whose text part is trained; None: the model is whole."""
     note: str | None
     """A note for the user about rows longer than the model's positions, if they are."""
     adapter: Adapter | None
@@ -119,6 +123,9 @@ class ParallelPlan:
             f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward; "
             f"gradients are reduced {'after every micro-batch' if section.accumulates_shards else 'once a step'}",
         ]
+        if self.part_of is not None:
+            kept = "its other parts are on no device, and exports carry them over as they are"
+            lines.append(f"model: the text part of {self.part_of}; {kept}")
         if self.adapter is not None:
             lines.append(self._describe_adapter(self.adapter))
         elif self.frozen_parameters:
@@ -206,6 +213,7 @@ def plan_parallel(
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             ignored_parameters=sum(p.numel() for p in ignored),
+            part_of=None if (whole := whole_of(model)) is None else type(whole.model).__name__,
             note=beyond_positions(model.config, seq_len=config.data.seq_len),
             adapter=adapter_of(model),
             model=config.model,
@@ -250,6 +258,11 @@ def _check_model(
     check_balance(config.moe, model, traits)
     check_rope(model.config, seq_len=config.data.seq_len)
     check_positions(model, traits, seq_len=config.data.seq_len)
+    if (whole := whole_of(model)) is not None:
+        traits.once("whole", lambda twin: check_same_logits(whole, twin))
+        if engine is not None and not engine.embedded:
+            what = f"a server would be sent the text part of {type(whole.model).__name__} alone"
+            raise UserError("rollout.engine", what, 'use "transformers", or a text model')
     if config.activation_checkpointing.mode == "selective":
         _check_selective(traits.twin(), config.activation_checkpointing, name=name)
     if device is not None:

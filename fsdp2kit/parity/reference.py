@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.model.names import base_name
+from fsdp2kit.model.text_part import know_causal_lm
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def gradient_of(parameter: Any) -> Tensor:
 
 def load_plain(path: Path) -> PreTrainedModel:
     """The model in float32, by transformers alone, with its default attention (sdpa, or eager without sdpa)."""
+    know_causal_lm(AutoConfig.from_pretrained(path))
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import shrink_config
+from fsdp2kit.model.text_part import load_plain_text
 from fsdp2kit.parity.reference import Rows
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -111,7 +112,7 @@ def write_model(hf_config: PretrainedConfig, config: TrainingConfig, folder: Pat
     """
     if full and config.model.weights == "pretrained":
         path = str(config.model.path)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, config=hf_config, dtype=torch.float32)
+        model: Any = load_plain_text(path, hf_config)
     elif full:
         model = _random_model(hf_config)
     else:

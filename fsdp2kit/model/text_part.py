@@ -1,0 +1,241 @@
+"""The text part of a checkpoint of several parts (text, images, audio, …) as a causal language model of its own.
+
+The text part is what is trained: a plain decoder with the head. The whole model stays on meta; it says how its files
+name the text part's tensors (`fsdp2kit.model.names.Whole`), and all others are carried over to exports as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.names import Whole, tied_names
+
+_TODO = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+_PARTS = ("vision_config", "audio_config", "speech_config")
+
+
+def has_parts(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a config are those of a model of several parts."""
+    return any(name in fields for name in _PARTS)
+
+
+def text_config_of(config: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of the text part as that of a model of its own; None for one of text alone, or without such a part.
+
+    What stands in the whole's config alone, its dtype and whether the head is tied, is set in it.
+    """
+    if getattr(config, "is_encoder_decoder", False) or not has_parts(vars(config)):
+        return None
+    text = copy.deepcopy(getattr(config, "text_config", None))
+    if not isinstance(text, PretrainedConfig):
+        return None
+    if config.dtype is not None:
+        text.dtype = config.dtype
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+    return text if know_causal_lm(text) else None
+
+
+def know_causal_lm(config: PretrainedConfig) -> bool:
+    """See that `AutoModelForCausalLM` knows a class for the config of a text part; returns whether it does.
+
+    transformers has the decoders of some families (Qwen-VL, GLM-V) without a head. For these a class is registered:
+    the decoder, and a linear head without bias.
+    """
+    kind = type(config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    if kind not in MODEL_MAPPING or kind.base_config_key != "text_config":
+        return False
+    decoder = MODEL_MAPPING[kind]
+    if not (inspect.isclass(decoder) and decoder.config_class is kind):
+        return False
+    AutoModelForCausalLM.register(kind, _with_head(decoder), exist_ok=True)  # it is no other library's class
+    return True
+
+
+def _with_head(decoder: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    family: Any = decoder.__mro__[1]  # `PreTrainedModel` with the family's settings
+
+    class TextForCausalLM(family, GenerationMixin):
+        """A decoder of transformers with a linear head."""
+
+        config_class = decoder.config_class
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' own form)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
+            """Logits ``[B, S, V]`` of ids ``[B, S]``, with the decoder's own further inputs."""
+            inputs.pop("labels", None)
+            keep = inputs.pop("logits_to_keep", 0)
+            found = self.model(input_ids=input_ids, **inputs)
+            rows = slice(-keep, None) if isinstance(keep, int) else keep
+            logits = self.lm_head(found.last_hidden_state[:, rows])
+            return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+    TextForCausalLM.__name__ = TextForCausalLM.__qualname__ = f"{decoder.__name__.removesuffix('Model')}ForCausalLM"
+    return TextForCausalLM
+
+
+def build_whole(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedModel:
+    """The model of all parts on meta, its text part of config ``text``."""
+    name = next(iter(config.architectures or ()), None) or ""
+    kind: Any = getattr(transformers, name, None)
+    if kind is None or not inspect.isclass(kind) or not isinstance(config, getattr(kind, "config_class", None) or ()):
+        what = f"its config names the class {name or 'none'}, which is none of transformers' for {config.model_type!r}"
+        raise UserError("model.path", what, _TODO)
+    config = copy.deepcopy(config)
+    setattr(config, "text_config", copy.deepcopy(text))  # noqa: B010 (not every config has one)
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Note at a text part which model it is a part of, in place.
+
+    Args:
+        model: on meta, without adapters.
+        config: the whole's.
+
+    Raises:
+        UserError: the whole's text part is another model than ``model``, or has not this head.
+    """
+    whole = build_whole(config, model.config)
+    names, places = ({id(module): name for name, module in one.named_modules()} for one in (model, whole))
+    pairs = []
+    for inner, outer in (
+        (model.get_decoder(), whole.get_decoder()),
+        (model.get_output_embeddings(), whole.get_output_embeddings()),
+    ):
+        own, there = names.get(id(inner)), places.get(id(outer))
+        if not own or not there or type(inner) is not type(outer) or _shapes(inner) != _shapes(outer):
+            raise _refused(whole, f"its text part is no {type(model).__name__}")
+        pairs.append((own, there))
+    found = Whole(whole, tuple(pairs), config)
+    ties = {found.inner(alias): found.inner(name) for alias, name in tied_names(whole).items()}
+    ties = {alias: name for alias, name in ties.items() if alias is not None or name is not None}
+    if ties != tied_names(model) or any(found.outer(name) is None for name in model.state_dict()):
+        raise _refused(whole, f"it has, or ties, other tensors than {type(model).__name__}")
+    vars(model)["_fsdp2kit_whole"] = found
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _refused(whole: PreTrainedModel, what: str) -> UserError:
+    return UserError("model.path", f"the text part of {type(whole).__name__} cannot be trained: {what}", _TODO)
+
+
+@torch.no_grad()
+def check_same_logits(whole: Whole, twin: PreTrainedModel | None) -> None:
+    """Refuse a whole that computes other logits of text than its text part, tried on the small twin of that part.
+
+    Args:
+        twin: its decoder and head are put into a small whole, whose other parts stay on meta.
+    """
+    if twin is None:
+        raise _refused(whole.model, "no small copy of it could be tried")
+    config = copy.deepcopy(twin.config)
+    config.pad_token_id = 0  # some replace images' tokens by it, before they are looked up
+    around = build_whole(whole.config, config).eval()
+    for (own, there), module in zip(whole.pairs, (twin.get_decoder(), twin.get_output_embeddings()), strict=True):
+        assert twin.get_submodule(own) is module
+        owner, _, leaf = there.rpartition(".")
+        setattr(around.get_submodule(owner), leaf, module)
+    ids = torch.arange(2, 14)[None]
+    try:
+        theirs = around(input_ids=ids, use_cache=False).logits
+    except Exception as error:  # whatever an architecture raises, one that computes something on meta above all
+        raise _refused(whole.model, f"it does not run on text alone ({str(error).partition(chr(10))[0]})") from None
+    ours = twin(input_ids=ids, use_cache=False).logits
+    if theirs.is_meta or not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5):
+        raise _refused(whole.model, "its logits of text are others than those of its text part alone")
+
+
+def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto") -> Any:
+    """The model of a Hugging Face directory, by transformers alone and of the class that its config names."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
+    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, config.architectures[0])
+    return kind.from_pretrained(directory, dtype=dtype, local_files_only=True)
+
+
+def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
+    """The text of `load_whole` in float32, or the model itself where it has no other parts.
+
+    Args:
+        config: of the model that is trained; where there are no other parts, it may have overrides.
+    """
+    if text_config_of(AutoConfig.from_pretrained(directory, local_files_only=True)) is None:
+        return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    whole = load_whole(directory, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    return model
+
+
+def read_adapter_names(config: Any, whole: Whole) -> None:
+    """Turn names of a whole's modules in peft's config into those of its text part, in place.
+
+    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
+    """
+    target, key = config.target_modules, "lora.target_modules"
+    if isinstance(target, str):
+        with contextlib.suppress(re.error):  # reported where the text part's names are matched
+            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
+            if outside := [name for name in found if whole.inner(name) is None]:
+                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
+                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
+            if found and target.lower() != "all-linear":
+                config.target_modules = {whole.inner(name) for name in found}
+    elif target:
+        config.target_modules = {whole.inner(name) or name for name in target}
+    if config.modules_to_save:
+        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
+
+
+def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
+    """The inverse of `read_adapter_names`, of a config's values: each layer by its whole name in the whole, since a
+    short name or an expression might match another part's layers.
+
+    Args:
+        layers: that have adapters, without experts, by their names in the text part.
+    """
+    ends = values["modules_to_save"] or ()
+    names = [name for name, _ in whole.model.named_modules() if whole.inner(name)]
+    saved = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
+    chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
+    return {
+        **values,
+        **chosen,
+        "target_modules": [whole.outer(name) for name in layers],
+        "modules_to_save": saved or None,
+    }

@@ -1,0 +1,234 @@
+"""Training the text part of checkpoints of several parts, from the real recipe to a directory of the same class."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3ForConditionalGeneration
+
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import inspect_model
+from fsdp2kit.model.names import whole_of
+from fsdp2kit.model.text_part import check_same_logits
+from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
+from tests.parallel.jobs import Case, run_cases
+from tests.parts import load_class, look, stored, write_whole
+from tests.reference import VOCABULARY, full, plain_batches
+from tests.runs import assert_refused, run_recipe
+from tests.workers import WorkerPool
+from tools import dcp_to_hf as convert
+
+DEMO = Path(__file__).parent.parent / "toml" / "demo"
+
+
+def write_toml(kind: str, folder: Path, **dtype: Any) -> Path:
+    path = write_whole(kind, folder, **dtype)
+    toml = folder / f"{kind}.toml"
+    toml.write_text(f"""
+        recipe = "sft"
+        run.dir = "{folder}/run"
+        model.path = "{path}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 2, global_batch_size = 4 }}
+        optimizer.lr = 1e-2
+        checkpoint = {{ every = 2 }}
+        wandb.mode = "disabled"
+    """)
+    return toml
+
+
+def is_text(name: str) -> bool:
+    return "language_model" in name or name.startswith("lm_head")
+
+
+# Qwen3.5's linear attention neither packs nor slices.
+RUNS = [
+    ("gemma3", 2),
+    full("gemma4", 1),
+    full("qwen3_vl", 2),
+    full("mistral3", 1),
+    full("qwen3_5", 1),
+    full("qwen3_vl_moe", 1),
+]
+ADAPTERS = [("gemma3", 1), full("gemma4", 2), full("qwen3_vl", 1), full("mistral3", 2), full("qwen3_vl_moe", 2)]
+
+
+@pytest.mark.parametrize(("kind", "cp"), RUNS)
+def test_an_export_is_of_the_same_class_and_its_other_parts_are_untouched(
+    kind: str, cp: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    toml = write_toml(kind, tmp_path, dtype=torch.bfloat16)
+    source, out = tmp_path / kind, tmp_path / "run" / "hf"
+    options = [f"mesh.cp={cp}", f"data.pack={str(kind != 'qwen3_5').lower()}"]
+    said = pool.run(2, run_recipe, str(toml), [*options, "optimizer.lr=0.0"])[0]
+    assert "the text part of" in said, said
+    before, after = stored(source), stored(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], one) and after[name].dtype == one.dtype for name, one in before.items())
+    for name in ("config.json", "preprocessor_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    assert torch.equal(look(kind, load_class(kind, out)), look(kind, load_class(kind, source)))
+
+    said = pool.run(2, run_recipe, str(toml), [*options, f"run.dir='{tmp_path}/tuned'"])[0]
+    assert not said.startswith("error"), said
+    after = stored(tmp_path / "tuned" / "hf")
+    assert before.keys() == after.keys()
+    changed = {name for name, one in before.items() if not torch.equal(after[name], one)}
+    assert changed
+    assert all(map(is_text, changed))
+    assert len(changed) > sum(map(is_text, before)) / 2  # some stay the same in bfloat16
+    assert not torch.equal(look(kind, load_class(kind, tmp_path / "tuned" / "hf")), look(kind, load_class(kind, out)))
+    shutil.rmtree(tmp_path / "run")
+    assert (
+        convert.main([str(tmp_path / "tuned" / "checkpoints" / "step-000002"), str(tmp_path / "run"), "--verify"]) == 0
+    )
+    assert all(torch.equal(one, after[name]) for name, one in stored(tmp_path / "run").items())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize(("kind", "cp"), ADAPTERS)
+def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool, tmp_path: Path) -> None:
+    toml = write_toml(kind, tmp_path)
+    options = [f"mesh.cp={cp}", "lora={rank=4}"]
+    said = pool.run(2, run_recipe, str(toml), options)[0]
+    assert not said.startswith("error"), said
+    adapter, merged = tmp_path / "run" / "hf", tmp_path / "merged"
+    assert not (adapter / "config.json").exists()
+    base = load_class(kind, tmp_path / kind)
+    before = look(kind, base)
+    tuned: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    names = {name for name, module in tuned.named_modules() if "lora_A" in module._modules}
+    assert names
+    assert all("language_model" in name for name in names)
+    assert (look(kind, tuned) - before).abs().max() > 1e-3
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert convert.main([str(checkpoint), str(merged), "--merge", "--dtype", "float32"]) == 0
+    torch.testing.assert_close(look(kind, load_class(kind, merged)), look(kind, tuned), rtol=1e-4, atol=1e-4)
+    first, last = stored(tmp_path / kind), stored(merged)
+    assert first.keys() == last.keys()
+    assert all(torch.equal(one, last[name]) for name, one in first.items() if not is_text(name))
+    # It is trained further.
+    more = [f"mesh.cp={cp}", f"model.adapter='{adapter}'", f"run.dir='{tmp_path}/more'", "optimizer.lr=0.0"]
+    said = pool.run(2, run_recipe, str(toml), more)[0]
+    assert not said.startswith("error"), said
+    again = stored(tmp_path / "more" / "hf")
+    assert all(torch.equal(one, again[name]) for name, one in stored(adapter).items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", full("gemma3"), full("gemma4"), full("mistral3"), full("qwen3_5")])
+def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY), plain_batches(1)
+    batch = batches[0]
+    whole = load_class(kind, path, dtype=torch.float32)
+    loss = cross_entropy_sum(whole(input_ids=batch.input_ids, use_cache=False).logits, batch.labels) / batch.targets
+    loss.backward()
+    text = whole_of(build_model(ModelConfig(path=str(path))))
+    assert text is not None
+    expected = {
+        str(text.inner(name)): parameter.grad.numpy()
+        for name, parameter in whole.named_parameters()
+        if text.inner(name) is not None
+    }
+    assert {name for name, one in whole.named_parameters() if one.grad is not None and one.grad.any()} == {
+        text.outer(name) for name in expected
+    }
+    for dp, cp in ((2, 1), (1, 2)) if kind != "qwen3_5" else ((2, 1),):
+        case = Case(kind, dp=dp, cp=cp, pack=False)
+        (curves,) = pool.run(2, run_cases, tmp_path, [case], batches)[0]
+        distances = gradient_distances(curves.gradients, expected)
+        assert max(distances.values()) < 1e-5, distances
+        assert abs(curves.loss[0] / loss.item() - 1) < 1e-5
+
+
+def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    """Of a mixture, whose experts are stored transposed."""
+    path = write_whole("qwen3_vl_moe", tmp_path)
+    before = stored(path)
+    hf_to_dcp(path, tmp_path / "dcp")
+    assert convert.main([str(tmp_path / "dcp"), str(tmp_path / "out"), "--verify"]) == 0
+    after = stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    path.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"which has the other parts' weights, is not there; .* with --config"):
+        dcp_to_hf(tmp_path / "dcp", tmp_path / "again")
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "again", config_dir=tmp_path / "elsewhere")
+    assert stored(tmp_path / "again").keys() == before.keys()
+    tensors = load_file(tmp_path / "elsewhere" / "model.safetensors")
+    other = {name: one + 1 if "visual" in name else one for name, one in tensors.items()}
+    save_file(other, tmp_path / "elsewhere" / "model.safetensors")
+    with pytest.raises(UserError, match="other weights than those whose text part was trained"):
+        dcp_to_hf(tmp_path / "dcp", tmp_path / "other", config_dir=tmp_path / "elsewhere")
+
+
+def test_older_names_and_what_no_class_reads_stay(tmp_path: Path) -> None:
+    """Files of transformers 4.52 to 4.57 and a copy of the tied head; a tensor that transformers does not know."""
+    path = write_whole("gemma3", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    older = {re.sub(r"^language_model\.model\.", "model.language_model.", name): one for name, one in tensors.items()}
+    older |= {"mtp.extra.weight": torch.ones(3, dtype=torch.float16)}
+    head = older["model.language_model.embed_tokens.weight"].clone()
+    save_file({**older, "lm_head.weight": head}, path / "model.safetensors")
+    hf_to_dcp(path, tmp_path / "dcp")
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "out")
+    after = stored(tmp_path / "out")
+    assert after.keys() == older.keys()
+    assert all(torch.equal(after[name], one) for name, one in older.items())
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "narrow", dtype="bfloat16", max_shard_bytes=100_000)
+    narrow = stored(tmp_path / "narrow")
+    assert {name for name, one in narrow.items() if one.dtype == torch.bfloat16} == set(filter(is_text, older))
+    config = json.loads((tmp_path / "narrow" / "config.json").read_text())
+    assert (config["dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path: Path) -> None:
+    toml = write_toml("gemma3", tmp_path)
+    image = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = {
+        "part": {"messages": [{"role": "user", "content": image}, turns[1]]},
+        "key": {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, turns[1]]
+        },
+        "column": {"messages": turns, "images": ["x.png"]},
+    }
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n{json.dumps(row)}\n")
+    mistakes = {
+        (f"data.path='{tmp_path}/part.jsonl'",): "part.jsonl:2: messages[0].content[0] is of type image",
+        (f"data.path='{tmp_path}/key.jsonl'",): "messages[0].content[0] is of type image, and only text is trained",
+        (f"data.path='{tmp_path}/column.jsonl'",): "'images' is of type image",
+        ("model.weights='random'", "checkpoint.export_hf='never'"): "has other parts beside the text part",
+        ("model.config.num_hidden_layers=1",): "in its safetensors and unknown to",
+        ("lora={rank=4, target_modules='.*q_proj'}",): "matches model.vision_tower",
+    }
+    assert_refused(pool, toml, mistakes, tmp_path)
+
+
+def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
+    whole, traits = whole_of(model), inspect_model(model)
+    assert whole is not None
+    check_same_logits(whole, traits.twin())
+    forward = Gemma3ForConditionalGeneration.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        return type(found)(logits=found.logits * 1.01)
+
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
+    with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
+        check_same_logits(whole, traits.twin())
