@@ -200,12 +200,16 @@ def plain_logits(
     Args:
         alone: run each document by itself: some models let packed documents see each other (gpt-oss).
     """
-    if alone:
-        each_row = [
-            torch.cat([plain_logits(model, one, dtype=dtype) for one in _documents(rows[at : at + 1])], dim=1)
-            for at in range(len(rows.input_ids))
-        ]
-        return torch.cat(each_row)
+    if not (alone or _carries_state(model)):
+        return _logits(model, rows, dtype=dtype)
+    each_row = [
+        torch.cat([_logits(model, one, dtype=dtype) for one in _documents(rows[at : at + 1])], dim=1)
+        for at in range(len(rows.input_ids))
+    ]
+    return torch.cat(each_row)
+
+
+def _logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype) -> Tensor:
     wanted = tensor_dtypes(model, dtype)
     # An adapter's own parameters have no names in transformers.
     cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
@@ -215,19 +219,7 @@ def plain_logits(
         "attention_mask": None,  # with a mask, or a cache, packed documents would see each other
         "use_cache": False,
     }
-
-    def logits(inputs: dict[str, Any]) -> Tensor:
-        return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
-
-    if not _carries_state(model):
-        return logits(inputs)
-    # Layers with a state see no borders: each document runs alone.
-    ids, found = inputs["input_ids"], []
-    for row, positions in zip(ids, rows.position_ids, strict=True):
-        alone = row.split(document_lengths(positions))
-        parts = [logits({"input_ids": document[None], "use_cache": False}) for document in alone]
-        found.append(torch.cat(parts, dim=1))
-    return torch.cat(found)
+    return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
 
 
 def _carries_state(model: PreTrainedModel) -> bool:
