@@ -22,7 +22,7 @@ from tests.runs import run_recipe
 from tests.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5")
-SHORT = "run.timeout_minutes=0.15"
+SHORT = "run.timeout_minutes=0.2"
 
 FORWARD = "fsdp2kit.train.step:cross_entropy"
 CLIP = "fsdp2kit.train.loop:clip_gradients"
