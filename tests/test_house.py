@@ -51,6 +51,7 @@ RANKS = {
     "report": 6,
     "migrate": 6,
     "check": 7,
+    "models_table": 7,
     "bench": 7,
     "starter": 7,
     "recipes": 8,

@@ -259,3 +259,12 @@ def test_what_is_no_text_decoder_is_refused_in_one_line(kind: str, tmp_path: Pat
         build_model(ModelConfig(path=str(tmp_path), weights="random"))
     assert what in caught.value.what
     assert len(f"error: {caught.value}") <= 300
+
+
+def test_a_default_config_that_transformers_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model_type: str, **_: Any) -> Any:
+        raise TypeError("a width is missing")
+
+    monkeypatch.setattr(AutoConfig, "for_model", refuse)
+    with pytest.raises(UserError, match=r"model_type: 'llama' has no default config: a width is missing; start from"):
+        load_hf_config(ModelConfig(config={"model_type": "llama"}))

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.context_parallel.batch import (
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
 from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
-from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
+from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import plan_recurrent, try_recurrent
 
 LONG = 32_768
@@ -236,7 +236,10 @@ def _logits_on(
     # Kernels that need a device are assumed to compute what eager does; whether heads may be split is tried.
     kernel = VARLEN if path.kernel == VARLEN else "eager"
     # One process has whole sequences, as Ulysses' ranks have between its exchanges.
-    ulysses, positions = AttentionPath("ulysses", kernel), inputs["position_ids"]
+    ulysses = AttentionPath("ulysses", kernel, recurrent_layers=path.recurrent_layers)
+    positions = inputs["position_ids"]
+    if path.recurrent_layers:
+        apply_recurrent(twin, Exchange())
     extra = attention_inputs(positions, twin.config, path=ulysses, cp_rank=0, cp=1, device=positions.device)
 
     def attend(

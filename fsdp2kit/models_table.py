@@ -1,0 +1,137 @@
+"""What can be done with each type of decoder that transformers has, decided by the functions that check every run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from fsdp2kit.config.checks import MeshSizes
+from fsdp2kit.config.schema import ModelConfig, TrainingConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.hf_config import load_hf_config
+from fsdp2kit.model.inspect import Traits, inspect_model, shrink_config
+from fsdp2kit.parallel.plan import plan_parallel
+
+COLUMNS = ("one document a row", "packed", "Ulysses", "ring", "allgather", "LoRA", "QLoRA")
+EXACT = "exact"
+MARK = "<!-- fsdp2kit models -->\n"
+"""The line of docs/models.md below which the table stands."""
+
+FAMILIES = (
+    *("apertus", "bamba", "deepseek_v3", "ernie4_5", "exaone4", "falcon_h1", "gemma3_text", "gemma3n_text"),
+    *("gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "hunyuan_v1_dense", "lfm2"),
+    *("lfm2_moe", "llama", "llama4_text", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h"),
+    *("olmo3", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
+)
+"""The model types of docs/models.md: those that people train now."""
+
+# What published configs say where a type's default config has another kind of layers, or none that can be built.
+_CONVOLUTION = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
+}
+
+# A default config may have what a run must be told to allow, and what no trained checkpoint has.
+_ALLOWED = {"preflight": {"allow": ["dropout", "router_aux_loss"]}, "data": {"seq_len": 128}}
+
+
+def decoder_types() -> list[str]:
+    """The model types that transformers has a causal language model for."""
+    return sorted(name for name, kind in CONFIG_MAPPING.items() if kind in MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def row_of(model_type: str) -> dict[str, str] | str:
+    """A cell for each of `COLUMNS`, `EXACT` or why it is refused; a single reason where there is no such model."""
+    section = ModelConfig(config={"model_type": model_type, **_PUBLISHED.get(model_type, {})}, weights="random")
+    with warnings.catch_warnings(), TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            hf_config = load_hf_config(section)
+            with contextlib.suppress(Exception):  # what does not shrink is taken as it is, which is only slower
+                shrink_config(hf_config, keep_heads=True).save_pretrained(folder)
+                small = ModelConfig(path=folder, weights="random")
+                build_model(small)
+                section = small
+            model = build_model(section)
+            return dict(_cells(model, inspect_model(model), section))
+        except Exception as error:  # transformers may raise anything for a default config
+            return _reason(error, model_type)
+
+
+def _cells(model: PreTrainedModel, traits: Traits, section: ModelConfig) -> Iterator[tuple[str, str]]:
+    name = type(model).__name__
+
+    def decide(
+        values: Mapping[str, Any], *, cp: int = 1, of: Callable[[Any], PreTrainedModel] = lambda _: model
+    ) -> str:
+        config = TrainingConfig.model_validate({"recipe": "none", "model": section.model_dump(), **_ALLOWED, **values})
+        try:
+            adapted = of(config)
+            plan_parallel(adapted, config, MeshSizes(1, 1, cp), traits=traits if adapted is model else None)
+        except Exception as error:
+            return _reason(error, name)
+        return EXACT
+
+    def data(pack: bool) -> dict[str, Any]:
+        return {"data": {"seq_len": 128, "pack": pack}}
+
+    yield COLUMNS[0], decide(data(pack=False))
+    packed = decide(data(pack=True))
+    yield COLUMNS[1], packed
+    for column in COLUMNS[2:5]:
+        values = {**data(pack=packed == EXACT), "context_parallel": {"method": column.lower()}, "mesh": {"cp": 2}}
+        yield column, decide(values, cp=2)
+    for column, quantize in zip(COLUMNS[5:], ("none", "nf4"), strict=True):
+        values = {**data(pack=packed == EXACT), "lora": {"rank": 8, "quantize": quantize}}
+        yield column, decide(values, of=lambda config: build_model(section, lora=config.lora))
+
+
+def _reason(error: Exception, name: str) -> str:
+    """What a refusal says, without the name of the model: many have the same. Any other error is said to be one."""
+    if isinstance(error, UserError):
+        what = error.what.replace(f"{name}: ", "").replace(name, "the model")
+    else:
+        what = (
+            f"an error, not a refusal: {type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' …')}"
+        )
+    what = re.sub(r" \([\w.]+, …\)", "", what)  # one of many modules
+    return re.sub(r"\s+", " ", what).replace("|", "\\|")
+
+
+def table(model_types: Iterable[str] = FAMILIES) -> str:
+    """The Markdown table of these model types, as it stands in docs/models.md."""
+    logging.disable(logging.WARNING)
+    try:
+        return as_markdown({model_type: row_of(model_type) for model_type in model_types})
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def as_markdown(rows: Mapping[str, dict[str, str] | str]) -> str:
+    """A line a model type, with reasons as notes, and what could not be built."""
+    notes: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        return text if text == EXACT else f"refused: {notes.setdefault(text, len(notes) + 1)}"
+
+    lines = ["| model type | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
+    for model_type, row in rows.items():
+        if not isinstance(row, str):
+            lines.append(f"| `{model_type}` | " + " | ".join(cell(row[column]) for column in COLUMNS) + " |")
+    lines += ["", "Why:", "", *(f"{number}. {text}" for text, number in notes.items())]
+    if unbuilt := {model_type: row for model_type, row in rows.items() if isinstance(row, str)}:
+        lines += ["", "Not built from their default configs:", ""]
+        lines += [f"- `{model_type}`: {row}" for model_type, row in unbuilt.items()]
+    return "\n".join(lines) + "\n"
