@@ -42,9 +42,20 @@ _QWEN_EYES = {
 }
 _WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-IMAGE = 120
-_QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-_GEMMA4_IDS = {"boi_token_id": 121, "eoi_token_id": 122, "video_token_id": 123, "audio_token_id": 124}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+IMAGE = 128  # beyond the ids of synthetic rows: some models embed such a token as padding
+_QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": 129, "vision_start_token_id": 130, "vision_end_token_id": 131}
+_GEMMA4_IDS = {"boi_token_id": 129, "eoi_token_id": 130, "video_token_id": 131, "audio_token_id": 132}
 _LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -60,7 +71,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "Gemma3ForConditionalGeneration",
         _WINDOWED,
         {**_TOWER, "model_type": "siglip_vision_model"},
-        {"mm_tokens_per_image": 1, "image_token_index": IMAGE, "boi_token_index": 121, "eoi_token_index": 122},
+        {"mm_tokens_per_image": 1, "image_token_index": IMAGE, "boi_token_index": 129, "eoi_token_index": 130},
     ),
     "gemma4": (
         "Gemma4ForConditionalGeneration",
@@ -76,7 +87,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
-        {"model_type": "ministral3", "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        {"model_type": "ministral3", "rope_parameters": _YARN},
         {**_TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 56},
         {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
     ),

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -18,14 +19,15 @@ from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import build_model
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.names import whole_of
+from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names, whole_of
 from fsdp2kit.model.text_part import check_same_logits
+from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from tests.parallel.jobs import Case, run_cases
 from tests.parts import load_class, look, stored, write_whole
-from tests.reference import VOCABULARY, full, plain_batches
+from tests.reference import VOCABULARY, beyond, full, plain_batches
 from tests.runs import assert_refused, run_recipe
 from tests.workers import WorkerPool
 from tools import dcp_to_hf as convert
@@ -130,27 +132,29 @@ def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", full("gemma3"), full("gemma4"), full("mistral3"), full("qwen3_5")])
 def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
-    path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY), plain_batches(1)
-    batch = batches[0]
-    whole = load_class(kind, path, dtype=torch.float32)
-    loss = cross_entropy_sum(whole(input_ids=batch.input_ids, use_cache=False).logits, batch.labels) / batch.targets
-    loss.backward()
+    path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY + 8), plain_batches(1)
     text = whole_of(build_model(ModelConfig(path=str(path))))
     assert text is not None
-    expected = {
-        str(text.inner(name)): parameter.grad.numpy()
-        for name, parameter in whole.named_parameters()
-        if text.inner(name) is not None
-    }
-    assert {name for name, one in whole.named_parameters() if one.grad is not None and one.grad.any()} == {
-        text.outer(name) for name in expected
-    }
+
+    def plain(micro_batch_size: int) -> tuple[float, dict[str, np.ndarray]]:
+        whole, total = load_class(kind, path, dtype=torch.float32), 0.0
+        for rows in batches[0].split(micro_batch_size):
+            logits = whole(input_ids=rows.input_ids, use_cache=False).logits
+            loss = cross_entropy_sum(logits, rows.labels) / batches[0].targets
+            loss.backward()
+            total += loss.item()
+        gradients = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+        assert all(text.inner(name) or not one.any() for name, one in gradients.items())
+        return total, {str(inner): one.numpy() for name, one in gradients.items() if (inner := text.inner(name))}
+
+    loss, expected = plain(len(batches[0].input_ids))
+    _, control = plain(1)
+    noise = gradient_distances(control, expected)
     for dp, cp in ((2, 1), (1, 2)) if kind != "qwen3_5" else ((2, 1),):
         case = Case(kind, dp=dp, cp=cp, pack=False)
         (curves,) = pool.run(2, run_cases, tmp_path, [case], batches)[0]
-        distances = gradient_distances(curves.gradients, expected)
-        assert max(distances.values()) < 1e-5, distances
-        assert abs(curves.loss[0] / loss.item() - 1) < 1e-5
+        assert not beyond(gradient_distances(curves.gradients, expected), noise)
+        assert abs(curves.loss[0] / loss - 1) < 1e-5
 
 
 def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
@@ -172,6 +176,25 @@ def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None
     save_file(other, tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UserError, match="other weights than those whose text part was trained"):
         dcp_to_hf(tmp_path / "dcp", tmp_path / "other", config_dir=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl_moe"])
+def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> None:
+    """Group by group, by the names of the whole's files, into another text part."""
+    path = write_whole(kind, tmp_path)
+    model: Any = build_model(ModelConfig(path=str(path)))
+    materialize(model, device=torch.device("cpu"))
+    load_pretrained(model)
+    tensors = {name: one for name, one in model.state_dict().items() if name not in tied_names(model)}
+    back: dict[str, torch.Tensor] = {}
+    for group in conversion_groups(model, {name: one.to("meta") for name, one in tensors.items()}):
+        sent = to_file_names(model, {name: tensors[name] for name in group.names})
+        assert sent.keys() <= stored(path).keys()
+        sources, unknown = find_sources(model, sent)
+        assert not unknown
+        back |= {name: value[...] for source in sources for name, value in source.tensors(model, sent)}
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], one) for name, one in tensors.items())
 
 
 def test_older_names_and_what_no_class_reads_stay(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def test_many_at_once_equal_one_by_one() -> None:
         ([{"role": "user", "content": None}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content is of type int"),
         (turns("x", "y")[::-1], "begins with the assistant"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "template refuses the messages"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content\[0\] is of type image"),
+        ([{"role": "user", "content": [{"type": "document"}]}], "template refuses the messages"),
     ],
 )
 def test_malformed_messages_name_the_row(messages, what: str) -> None:

@@ -136,7 +136,7 @@ REFUSED = {
     "nothing said": (PLAIN, [AGAIN[0], {**AGAIN[1], "content": " "}], None, r"says nothing in messages\[1\]"),
     "a list of parts": (
         PLAIN,
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, AGAIN[1]],
+        [{"role": "user", "content": [{"type": "document"}, {"type": "text", "text": "What?"}]}, AGAIN[1]],
         None,
         r'leaves out messages\[0\].content \(role "user"\)',
     ),

@@ -20,7 +20,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
-from fsdp2kit.model.weights import INDEX_NAME, initialize, load_pretrained
+from fsdp2kit.model.stored import INDEX_NAME
+from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
