@@ -79,20 +79,15 @@ def test_vllm_answers_as_transformers_do(options: list[str], mixture: Path, pool
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-4, 1e-4), ("bfloat16", 0.02, 1.0)])
-def test_rollouts_of_experts_that_are_dealt_out(
-    dtype: str, mean: float, most: float, mixture: Path, pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_rollouts_of_experts_that_are_dealt_out(mixture: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """Engine and trainer each route; in float32 they route alike."""
     python, port = path_in_environment("FSDP2KIT_VLLM_PYTHON"), free_port()
-    toml = write_run(tmp_path, mixture, port, dtype=dtype)
+    toml = write_run(tmp_path, mixture, port, dtype="float32")
     options = ["mesh.cp=1", "mesh.ep=2", "data.seq_len=128", "optimizer.lr=1e-3", "train.steps=3"]
-    with vllm_server(python, mixture, tmp_path, dtype=dtype, port=port):
+    with vllm_server(python, mixture, tmp_path, dtype="float32", port=port):
         said = pool.run(2, run_recipe, str(toml), options)[0]
     assert not said.startswith("error"), said
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    gaps = [(record["log_prob_gap"], record["log_prob_gap_max"]) for record in records]
-    print(dtype, gaps)
+    gaps = [record["log_prob_gap_max"] for record in records]
     assert len(gaps) == 3
-    assert 0 < max(largest for _, largest in gaps) <= most
-    assert max(average for average, _ in gaps) <= mean
+    assert 0 < max(gaps) <= 1e-4
