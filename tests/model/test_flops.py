@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.model import flops
+from fsdp2kit.model import experts
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
 from fsdp2kit.planner.devices import find_device
 from tests.planner.models import QWEN3_30B, config_of, planned, small
@@ -133,7 +133,7 @@ def test_dealing_experts_out_changes_no_flops() -> None:
 
 def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral = model_on_meta("mixtral", num_local_experts=4)
-    monkeypatch.setattr(flops, "_EXPERTS_PER_TOKEN", ("a_name_of_its_own",))
+    monkeypatch.setattr(experts, "_EXPERTS_PER_TOKEN", ("a_name_of_its_own",))
     assert math.isnan(estimate_flops(mixtral, tokens=TOKENS, attention_pairs=PAIRS))
 
 
