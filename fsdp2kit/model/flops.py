@@ -176,11 +176,9 @@ def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
 
 def _state_flops(module: nn.Module) -> float:
     """A layer's forward FLOPs a token for its state; transformers' layers of a kind name their sizes alike."""
-    delta, mamba2 = (
-        tuple(getattr(module, name, None) for name in names)
-        for names in (("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "ssm_state_size", "head_dim"))
-    )
-    for cost, sizes in ((6, delta), (4, mamba2)):
-        if all(isinstance(size, int) for size in sizes):
+    delta, mamba2 = ("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "ssm_state_size", "head_dim")
+    for cost, names in ((6, delta), (4, mamba2)):
+        sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
+        if len(sizes) == len(names):
             return float(cost * math.prod(sizes))
     return 0.0
