@@ -67,8 +67,9 @@ def know_causal_lm(config: PretrainedConfig) -> bool:
         return True
     if kind not in MODEL_MAPPING or kind.base_config_key != "text_config":
         return False
-    decoder = MODEL_MAPPING[kind]
-    if not (inspect.isclass(decoder) and decoder.config_class is kind):
+    decoder: Any = MODEL_MAPPING[kind]
+    is_one_class = inspect.isclass(decoder) and decoder.config_class is kind
+    if not is_one_class:
         return False
     AutoModelForCausalLM.register(kind, _with_head(decoder), exist_ok=True)  # it is no other library's class
     return True
@@ -129,10 +130,11 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
     whole = build_whole(config, model.config)
     names, places = ({id(module): name for name, module in one.named_modules()} for one in (model, whole))
     pairs = []
-    for inner, outer in (
+    parts: Any = (
         (model.get_decoder(), whole.get_decoder()),
         (model.get_output_embeddings(), whole.get_output_embeddings()),
-    ):
+    )
+    for inner, outer in parts:
         own, there = names.get(id(inner)), places.get(id(outer))
         if not own or not there or type(inner) is not type(outer) or _shapes(inner) != _shapes(outer):
             raise _refused(whole, f"its text part is no {type(model).__name__}")
@@ -183,7 +185,8 @@ def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto") -> A
     """The model of a Hugging Face directory, by transformers alone and of the class that its config names."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
-    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, config.architectures[0])
+    name = next(iter(config.architectures or ()), "")
+    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
     return kind.from_pretrained(directory, dtype=dtype, local_files_only=True)
 
 

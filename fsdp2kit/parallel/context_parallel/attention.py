@@ -112,10 +112,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, segments, sinks = ctx.saved_tensors
-    grads = blockwise_attention_backward([grad_out, *tensors], segments, ctx.scale, ctx.exchange, ctx.group)
+    *tensors, out, lse, segments, sinks = ctx.saved_tensors
+    grads = blockwise_attention_backward([grad_out, *tensors, out, lse], segments, ctx.scale, ctx.exchange, ctx.group)
     # Of this rank's queries alone: FSDP sums over context-parallel ranks as it does for every parameter.
-    of_sinks = None if sinks is None else sinks_gradient(grad_out, *tensors[-2:], sinks)
+    of_sinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
     return (*grads, None, None, None, None, of_sinks)
 
 
