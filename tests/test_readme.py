@@ -23,7 +23,8 @@ from torch.testing import assert_close
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
 from tests.model.test_weights import UNUSUAL
-from tests.reference import TINY, tiny_model
+from tests.parallel.test_sinks_and_chunks import KINDS
+from tests.reference import EVEN, MIXTURES, RECURRENT, TINY, tiny_model
 from tests.workers import FORKS, ending, run_command, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +119,8 @@ def test_the_readme_names_what_is_there() -> None:
 def test_the_readme_lists_the_architectures_of_the_tests() -> None:
     text = README.split("## Models")[1].split("\n## ")[0]
     held = text.split("Heads and random")[0]
-    assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in TINY.values()}
+    kinds = {**TINY, **RECURRENT, **{kind: {**EVEN, **MIXTURES}[kind] for kind in KINDS}}
+    assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in kinds.values()}
     assert set(UNUSUAL) <= {*re.findall(r"`([\w-]+)`", text), "diffllama", "minimax", "olmo_hybrid"}
 
 

@@ -84,13 +84,12 @@ def collectives(
         add(*exchange, ranks=step.plan.sizes.cp)
     for exchange in _dispatches(step):
         add(*exchange, ranks=ep)
-    # Single numbers of every step: what the batch is made of, the loss, the gradients' norms.
+    # Single numbers of every step: what the batch is made of, the loss, the square of the gradients' norm.
     numbers, losses = 10 + len(config.data.sources), 1 + len(config.data.sources)
     add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
     add("all_reduce", "world", "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world, ranks=world)
-    tensors = sum(len(unit.gradient_sizes) for unit in step.units)
     item = 8 if step.plan.device_type == "cpu" else 4  # a CPU sums the squares in float64
-    sent = 2 * (shards - 1) * item * tensors // shards
+    sent = 2 * (shards - 1) * item // shards
     add("all_reduce", "shard", "optimizer", "", 1, sent, ranks=shards)
     return found
 

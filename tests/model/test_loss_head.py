@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,7 @@ def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, An
 def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
     rows = make_rows(3)
+    rows = replace(rows, position_ids=torch.arange(rows.input_ids.shape[1]).expand(rows.input_ids.shape))  # not packed
     if not supervised:
         rows.labels.fill_(-100)
     ours, plain = _model(kind), _model(kind)
@@ -280,6 +282,7 @@ def test_token_log_probs_equal_the_models_own_logits(
 ) -> None:
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * 128)
     rows = make_rows(3)
+    rows = replace(rows, position_ids=torch.arange(rows.input_ids.shape[1]).expand(rows.input_ids.shape))  # not packed
     if not supervised:
         rows.labels.fill_(-100)
     ours, plain = _model(kind), _model(kind)
