@@ -33,7 +33,8 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.loss_head import LossHead, gathered_head, sum_by_group
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.reference import parallelize_frozen
-from fsdp2kit.parallel.context_parallel.batch import layer_windows
+from fsdp2kit.parallel.context_parallel.batch import CHUNKED, layer_kinds, layer_windows
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.torch_compat import forget_forwards
@@ -83,11 +84,28 @@ def build_teacher(
     with agreement():
         any_id = any(one.section.format == "tokens" for one in sets)
         _check_vocabulary((model, teacher), (tokenizer, own), any_id=any_id)
-        windows = [layer_windows(one.config) for one in (model, teacher)]
-        if windows[0] != windows[1]:
-            what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
-            raise UserError(_KEY, what, "choose a teacher whose attention sees the same tokens")
+        _check_inputs(teacher, frozen.attention, model, plan.attention)
     return Teacher(teacher, replace(frozen, attention=plan.attention))
+
+
+def _check_inputs(
+    teacher: PreTrainedModel, theirs: AttentionPath, model: PreTrainedModel, ours: AttentionPath
+) -> None:
+    """Refuse a teacher for which the model's batches say too little, or something else, about what tokens see."""
+    windows = [layer_windows(one.config) for one in (model, teacher)]
+    kinds = [layer_kinds(one.config.get_text_config()) for one in (model, teacher)]
+    what = None
+    if windows[0] != windows[1]:
+        what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
+    elif ours.kernel == VARLEN and CHUNKED in kinds[0] and kinds[0] != kinds[1]:  # batches name layers by number
+        what = "other layers of it see documents in chunks than of the model"
+    elif (theirs.recurrent_layers > 0) != (ours.recurrent_layers > 0):
+        state = "carry a state along the sequence" if theirs.recurrent_layers else "carry no state"
+        what = f"its layers {state}, unlike the model's"
+    elif theirs.masks_every_row and not ours.masks_every_row:
+        what = "its own masks let packed documents see each other, and the model's batches have none"
+    if what:
+        raise UserError(_KEY, what, "choose a teacher whose attention sees the same tokens")
 
 
 def describe_teacher_offline(

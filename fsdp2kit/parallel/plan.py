@@ -291,7 +291,7 @@ def _check_packing(
         what = f"no small copy of {name} could be tried, so packed documents might see each other"
     elif unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
-    elif attention is None or traits.separates_packed or recurrent:
+    elif attention is None or traits.separates_packed or attention.recurrent_layers:
         return
     # Other paths were tried with packed rows when they were chosen.
     elif attention.method is None and attention.kernel != VARLEN and not attention.masks_every_row:

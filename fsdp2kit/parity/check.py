@@ -15,7 +15,6 @@ import torch
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World, agreement, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parity.engine import Sharded
@@ -25,6 +24,7 @@ from fsdp2kit.parity.reference import (
     document_lengths,
     errors,
     gradient_distances,
+    load_plain,
     make_batches,
     plain_forward,
     plain_loop,
@@ -124,8 +124,8 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
             )
             if world.is_main:
                 write_model(hf_config, config, model, full=full, length=length)
-                leaks = inspect_model(build_model(config.model)).separates_packed is False
-                reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype, alone=leaks)
+                alone = inspect_model(load_plain(model)).separates_packed is not True
+                reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype, alone=alone)
         row, document = _probe_row(batches)
         traits: Traits | None = None  # of the one model that all variants train
         for variant in variants(config, world_size=world.size):

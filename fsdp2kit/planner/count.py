@@ -189,7 +189,9 @@ def _make_ready(
         apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
     if plan.experts is not None:
         deal_out_on_one_rank(small, plan)
-    path = replace(plan.attention, method=None, recurrent_layers=0)
+    path = plan.attention
+    masks = path.masks_every_row or path.recurrent_layers > 0  # beside recurrent layers, attention gets our masks
+    path = replace(path, method=None, recurrent_layers=0, masks_every_row=masks)
     if path.kernel == VARLEN:
         use_attention(small, varlen_attention)
     if checkpointed:

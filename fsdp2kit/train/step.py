@@ -284,7 +284,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def _norm_over_mesh(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of gradients that are sharded over one mesh, on each dimension of it or on none. Collective."""
+    """The L2 norm of gradients that are sharded over one mesh, all with the same placements. Collective."""
     parts = [local_part(gradient) for gradient in gradients]
     if any(part.device.type == "cpu" for part in parts):
         # On a CPU torch's float32 norm adds squares one by one: for 28 million of them the error is 1e-4, and another

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.config.schema import DistillConfig
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import LossHead
-from fsdp2kit.objectives.distillation import build_distillation, build_teacher, of_student
+from fsdp2kit.objectives.distillation import _check_inputs, build_distillation, build_teacher, of_student
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import DealtOut, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
@@ -224,3 +227,31 @@ def test_loss_and_gradients_are_those_of_full_logits(world: int, models: Path, p
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             assert distance(gradient, expected[name]) < 1e-5, (case, name)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        ({"recurrent_layers": 1}, {}, "carry a state"),
+        ({}, {"recurrent_layers": 1}, "carry no state"),
+        ({"masks_every_row": True}, {}, "its own masks"),
+        ({"masks_every_row": True}, {"masks_every_row": True}, None),
+        ({}, {"masks_every_row": True}, None),
+    ],
+)
+def test_a_teacher_needs_of_a_batch_what_the_model_does(
+    theirs: dict[str, Any], ours: dict[str, Any], says: str | None
+) -> None:
+    model = tiny_model("smollm2")
+    paths = (AttentionPath(None, "sdpa", **one) for one in (theirs, ours))
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        _check_inputs(model, next(paths), model, next(paths))
+
+
+def test_a_teacher_with_chunks_in_other_layers_is_refused() -> None:
+    model, teacher = tiny_model("llama4"), tiny_model("llama4")
+    teacher.config.layer_types = model.config.layer_types[::-1]
+    for kernel, refused in (("varlen", True), ("sdpa", False)):
+        path = AttentionPath(None, kernel)
+        with pytest.raises(UserError, match="in chunks") if refused else contextlib.nullcontext():
+            _check_inputs(teacher, path, model, path)

@@ -45,9 +45,9 @@ def choose_path(
         device_type: where attention will run.
     """
     recurrent = plan_recurrent(config, model, traits, cp=cp)
-    method, reason = _choose_method(config, model, traits, cp=cp) if cp > 1 else (None, "")
+    method, reason = _choose_method(config, model, traits, cp=cp, recurrent=recurrent) if cp > 1 else (None, "")
     if method in (None, "ulysses"):
-        kernel, why = _local_kernel(config, model, traits, device_type=device_type)
+        kernel, why = _local_kernel(config, model, traits, device_type=device_type, recurrent=recurrent)
     else:
         kernel, why = VARLEN, f"as {method} needs"
     every_row = _masks_every_row(config, model, traits, method, kernel)
@@ -57,7 +57,9 @@ def choose_path(
     return path
 
 
-def _choose_method(config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, cp: int) -> tuple[Method, str]:
+def _choose_method(
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, cp: int, recurrent: int
+) -> tuple[Method, str]:
     """The context-parallel method, and why."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -74,7 +76,8 @@ def _choose_method(config: TrainingConfig, model: PreTrainedModel, traits: Trait
     }
     if method == "auto":
         method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=seq_len, pack=config.data.pack)
-        if method != "ulysses" and not obstacles["ulysses"] and not _suits(traits, pack=config.data.pack):
+        suits = _suits(traits, pack=config.data.pack, recurrent=recurrent)
+        if method != "ulysses" and not obstacles["ulysses"] and not suits:
             method, reason = "ulysses", "auto: it leaves the model its own attention, which ours is not"
     if obstacle := obstacles[method]:
         possible = [f"context_parallel.method = {name!r}" for name, why in obstacles.items() if not why]
@@ -117,7 +120,7 @@ def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
 
 
 def _local_kernel(
-    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str, recurrent: int
 ) -> tuple[str, str]:
     """What computes attention over whole sequences, and why."""
     if (asked := config.model.attention) != "auto":
@@ -137,8 +140,8 @@ def _local_kernel(
     if device_type == "cuda" and (unknown := [str(width) for width in sorted(widths) if not takes_width(width)]):
         return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(unknown)}"
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    recurrent = bool(find_recurrent(model))
-    if dropout or unknown_kinds(model.config, recurrent=recurrent) or not _suits(traits, pack=config.data.pack):
+    unknown = unknown_kinds(model.config, recurrent=bool(find_recurrent(model)))
+    if dropout or unknown or not _suits(traits, pack=config.data.pack, recurrent=recurrent):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
 
@@ -156,9 +159,9 @@ def _masks_every_row(
     return not unknown_kinds(model.config) and not try_path(traits, AttentionPath("ulysses", kernel), cp=1, pack=True)
 
 
-def _suits(traits: Traits, *, pack: bool) -> bool:
+def _suits(traits: Traits, *, pack: bool, recurrent: int) -> bool:
     """Whether our kernel computes what the model's own attention does."""
-    return try_path(traits, AttentionPath(None, VARLEN), cp=1, pack=pack) is None
+    return try_path(traits, AttentionPath(None, VARLEN, recurrent_layers=recurrent), cp=1, pack=pack) is None
 
 
 def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, cp: int, pack: bool) -> None:
@@ -181,10 +184,10 @@ def _what_works(model: PreTrainedModel, traits: Traits, path: AttentionPath, cp:
     """Another method that works for this model."""
     if path.method is None:
         return None
-    others = [AttentionPath("allgather", VARLEN)]
+    others = [AttentionPath("allgather", VARLEN, recurrent_layers=path.recurrent_layers)]
     if cp <= model.config.get_text_config().num_attention_heads:
         own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-        others.insert(0, AttentionPath("ulysses", own))
+        others.insert(0, AttentionPath("ulysses", own, recurrent_layers=path.recurrent_layers))
     for other in others:
         if other.method != path.method and try_path(traits, other, cp=cp, pack=pack) is None:
             kernel = ' with model.attention = "eager"' if other.kernel == "eager" else ""
@@ -201,7 +204,7 @@ def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str
         pack: whether rows hold several documents; else the rows tried hold one.
     """
     ranks = cp if path.method == "ulysses" else 1  # the other methods share out no heads
-    key = ("attention", path.method, path.kernel, ranks, pack)
+    key = ("attention", path.method, path.kernel, ranks, pack, path.recurrent_layers > 0)
     return traits.once(key, lambda twin: _find_difference(twin, path, cp=ranks, pack=pack))
 
 
