@@ -11,17 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForConditionalGeneration
 
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
-from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.checkpoint.hf import dcp_to_hf, plan_export
+from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.migrate.state_dicts import torch_to_dcp
+from fsdp2kit.model.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_of
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names, whole_of
+from fsdp2kit.model.names import (
+    adapter_file_name,
+    conversion_groups,
+    find_sources,
+    is_of_adapter,
+    tied_names,
+    to_file_names,
+    whole_of,
+)
 from fsdp2kit.model.text_part import check_same_logits
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
@@ -130,6 +140,48 @@ def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool
     assert all(torch.equal(one, again[name]) for name, one in stored(adapter).items())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("saved", [["norm", "lm_head"], ["model.norm", "lm_head"]])
+def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_path: Path) -> None:
+    """Also those of an adapter that is trained further, whose config names them as the whole does."""
+    path = write_whole("mistral3", tmp_path)
+    lora = LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved)
+    model = build_model(ModelConfig(path=str(path)), lora=lora)
+    for name in ("first", "second"):
+        adapter, folder = adapter_of(model), tmp_path / name
+        assert adapter is not None
+        folder.mkdir()
+        adapter.save(folder)
+        values = {
+            adapter_file_name(one, model): parameter.to("meta")
+            for one, parameter in model.named_parameters()
+            if is_of_adapter(one)
+        }
+        save_file({one: torch.ones(tensor.shape) for one, tensor in values.items()}, folder / WEIGHTS_NAME)
+        named = json.loads((folder / CONFIG_NAME).read_text())["modules_to_save"]
+        assert {"lm_head", "model.language_model.norm"} <= set(named)
+        tuned: Any = PeftModel.from_pretrained(load_class("mistral3", path), str(folder))
+        trained = tuned.state_dict()
+        assert all(trained[f"base_model.model.{one}.modules_to_save.default.weight"].all() for one in named)
+        assert get_peft_model_state_dict(tuned).keys() == values.keys()
+        model = build_model(ModelConfig(path=str(path), adapter=str(folder)))
+
+
+def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) -> None:
+    """Or else in that of the weights."""
+    path = write_whole("gemma3", tmp_path, dtype=torch.bfloat16)
+    adapter = adapter_of(build_model(ModelConfig(path=str(path)), lora=LoraConfig(rank=4)))
+    fields = json.loads((path / "config.json").read_text())
+    assert adapter is not None
+    adapter.save(path)
+    del fields["dtype"], fields["text_config"]["dtype"]
+    text = fields["text_config"]
+    for named in ({"torch_dtype": "float16"}, {"text_config": {**text, "dtype": "float16"}}, {}):
+        (path / "config.json").write_text(json.dumps({**fields, **named}))
+        plan = plan_export(tmp_path, tmp_path / "out", config_dir=path, merge=str(path))
+        assert plan.dtype == ("float16" if named else "bfloat16")
+
+
 @pytest.mark.parametrize("kind", ["qwen3_vl", full("gemma3"), full("gemma4"), full("mistral3"), full("qwen3_5")])
 def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY + 8), plain_batches(1)
@@ -176,6 +228,36 @@ def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None
     save_file(other, tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UserError, match="other weights than those whose text part was trained"):
         dcp_to_hf(tmp_path / "dcp", tmp_path / "other", config_dir=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("names", ["text", "whole", "former"])
+def test_a_state_dict_of_the_whole_loses_nothing(names: str, tmp_path: Path) -> None:
+    path = write_whole("gemma3", tmp_path)
+    whole, part = load_class("gemma3", path), whole_of(build_model(ModelConfig(path=str(path))))
+    assert part is not None
+    state = {name: one + 1 for name, one in whole.state_dict().items()}
+    called = {
+        "text": {name: part.inner(name) or name for name in state},
+        "whole": {name: name for name in state},
+        "former": {name: re.sub(r"^model\.(language_model\.)?", r"\1model.", name) for name in state},
+    }[names]
+    if names == "former":
+        called |= {name: name.removeprefix("model.") for name in state if part.inner(name) is None}
+        called["lm_head.weight"] = "language_model.lm_head.weight"
+    torch.save({f"module.{called[name]}": one for name, one in state.items()}, tmp_path / "full.pt")
+    with pytest.raises(UserError, match=r"which is no part of the text part; .* leave such tensors out"):
+        torch_to_dcp(tmp_path / "full.pt", tmp_path / "dcp", config_dir=path)
+    text = {f"module.{called[name]}": one for name, one in state.items() if part.inner(name)}
+    torch.save(text, tmp_path / "text.pt")
+    torch_to_dcp(tmp_path / "text.pt", tmp_path / "dcp", config_dir=path)
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "out")
+    after = load_class("gemma3", tmp_path / "out").state_dict()
+    before = whole.state_dict()
+    assert all(torch.equal(one, (state if part.inner(name) else before)[name]) for name, one in after.items())
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no safetensors, and a checkpoint of the text part alone needs"):
+        torch_to_dcp(tmp_path / "text.pt", tmp_path / "again", config_dir=path)
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl_moe"])

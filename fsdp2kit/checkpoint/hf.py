@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
-from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried, with_text_dtype
+from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, dtype_of, find_carried, with_text_dtype
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
@@ -105,7 +105,7 @@ class ExportPlan:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if self.carried is not None:
             self._write_index(folder)
-            if config.get("dtype", config.get("torch_dtype")) != self.dtype:
+            if dtype_of(config) != self.dtype:
                 write_json(folder / "config.json", with_text_dtype(config, self.dtype))
             return
         # A model of several parts has configs within its config.
@@ -222,10 +222,17 @@ def plan_export(
         if not holds_adapter(config_dir):
             raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
         base = find_base(config_dir, manifest, merge if isinstance(merge, str) else None)
-        dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
+    model = model_on_meta(config_dir)
+    carried = (
+        None
+        if holds_adapter(config_dir) and not merge
+        else find_carried(model, checkpoint, manifest, base or config_dir)
+    )
+    if merge and dtype is None:
+        dtype = dtype_of(json.loads((config_dir / "config.json").read_text(encoding="utf-8")))
+        dtype = dtype or (carried and str(carried.dtype).removeprefix("torch."))
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
-    model = model_on_meta(config_dir)
     if holds_adapter(config_dir) and not merge:
         directory.check_replaceable()
         adapted = model if names_experts(config_dir) else None
@@ -238,7 +245,6 @@ def plan_export(
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
     kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
-    carried = find_carried(model, checkpoint, manifest, base or config_dir)
     directory.check_replaceable(read=[base, carried and carried.directory])
     files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept, carried=carried)
     return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base, carried=carried)

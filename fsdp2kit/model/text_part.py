@@ -232,9 +232,8 @@ def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whol
     Args:
         layers: that have adapters, without experts, by their names in the text part.
     """
-    ends = values["modules_to_save"] or ()
-    names = [name for name, _ in whole.model.named_modules() if whole.inner(name)]
-    saved = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
+    ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
+    saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
     chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
     return {
         **values,
