@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForConditionalGeneration
+from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf, plan_export
@@ -21,7 +21,9 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from fsdp2kit.model.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_of
+from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.names import (
     adapter_file_name,
@@ -32,7 +34,7 @@ from fsdp2kit.model.names import (
     to_file_names,
     whole_of,
 )
-from fsdp2kit.model.text_part import check_same_logits
+from fsdp2kit.model.text_part import check_same_logits, text_config_of
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from tests.parallel.jobs import Case, run_cases
@@ -66,13 +68,12 @@ def is_text(name: str) -> bool:
     return "language_model" in name or name.startswith("lm_head")
 
 
-# Qwen3.5's linear attention neither packs nor slices.
 RUNS = [
     ("gemma3", 2),
     full("gemma4", 1),
     full("qwen3_vl", 2),
     full("mistral3", 1),
-    full("qwen3_5", 1),
+    full("qwen3_5", 2),
     full("qwen3_vl_moe", 1),
 ]
 ADAPTERS = [("gemma3", 1), full("gemma4", 2), full("qwen3_vl", 1), full("mistral3", 2), full("qwen3_vl_moe", 2)]
@@ -84,7 +85,7 @@ def test_an_export_is_of_the_same_class_and_its_other_parts_are_untouched(
 ) -> None:
     toml = write_toml(kind, tmp_path, dtype=torch.bfloat16)
     source, out = tmp_path / kind, tmp_path / "run" / "hf"
-    options = [f"mesh.cp={cp}", f"data.pack={str(kind != 'qwen3_5').lower()}"]
+    options = [f"mesh.cp={cp}"]
     said = pool.run(2, run_recipe, str(toml), [*options, "optimizer.lr=0.0"])[0]
     assert "the text part of" in said, said
     before, after = stored(source), stored(out)
@@ -202,7 +203,7 @@ def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, 
     loss, expected = plain(len(batches[0].input_ids))
     _, control = plain(1)
     noise = gradient_distances(control, expected)
-    for dp, cp in ((2, 1), (1, 2)) if kind != "qwen3_5" else ((2, 1),):
+    for dp, cp in ((2, 1), (1, 2)):
         case = Case(kind, dp=dp, cp=cp, pack=False)
         (curves,) = pool.run(2, run_cases, tmp_path, [case], batches)[0]
         assert not beyond(gradient_distances(curves.gradients, expected), noise)
@@ -309,13 +310,19 @@ def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path:
             "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, turns[1]]
         },
         "column": {"messages": turns, "images": ["x.png"]},
+        "prompt": {"prompt": "a", "completion": "b", "image": {"path": "x.png"}},
     }
     for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n{json.dumps(row)}\n")
+        without = {"messages": turns, "images": [None]} if "messages" in row else {**row, "image": ""}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(row)}\n")
     mistakes = {
         (f"data.path='{tmp_path}/part.jsonl'",): "part.jsonl:2: messages[0].content[0] is of type image",
         (f"data.path='{tmp_path}/key.jsonl'",): "messages[0].content[0] is of type image, and only text is trained",
-        (f"data.path='{tmp_path}/column.jsonl'",): "'images' is of type image",
+        (f"data.path='{tmp_path}/column.jsonl'",): "column.jsonl:2: 'images' is of type image",
+        (
+            f"data.path='{tmp_path}/prompt.jsonl'",
+            "data.format='prompt_completion'",
+        ): "prompt.jsonl:2: 'image' is of",
         ("model.weights='random'", "checkpoint.export_hf='never'"): "has other parts beside the text part",
         ("model.config.num_hidden_layers=1",): "in its safetensors and unknown to",
         ("lora={rank=4, target_modules='.*q_proj'}",): "matches model.vision_tower",
@@ -337,3 +344,43 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
     with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
         check_same_logits(whole, traits.twin())
+
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError("it needs timm\n(pip install timm)")
+
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "__init__", lacking)
+    with pytest.raises(UserError, match=r"cannot build the whole \(it needs timm \(pip install timm\)\)"):
+        build_model(ModelConfig(path=str(tmp_path / "gemma3")))
+
+
+def test_a_class_that_is_made_for_a_text_part_is_not_for_others(tmp_path: Path) -> None:
+    model: Any = build_model(ModelConfig(path=str(write_whole("qwen3_vl", tmp_path))))
+    with pytest.raises(UserError, match="no language model that predicts the next token"):
+        load_hf_config(ModelConfig(config={"model_type": "qwen3_vl_text"}))
+    materialize(model, device=torch.device("cpu"))
+    load_pretrained(model)
+    padded, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1, 1]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    found = model.eval().generate(padded, attention_mask=mask, **options)
+    assert torch.equal(found[:, 2:], model.generate(padded[:, 2:], **options))
+
+
+def test_assets_are_of_a_model_and_of_a_flat_config(tmp_path: Path) -> None:
+    """An adapter beside a model is not copied; some wholes have their text part's fields beside their own."""
+    path = write_whole("gemma3", tmp_path)
+    (path / "adapter_config.json").write_text("{}")
+    whole = AutoConfig.from_pretrained(path)
+    text = text_config_of(whole)
+    assert text is not None
+    text.vocab_size += 8
+    flat = json.loads((path / "config.json").read_text())
+    del flat["text_config"]
+    for fields in (None, flat):
+        if fields is not None:
+            (path / "config.json").write_text(json.dumps(fields))
+        out = tmp_path / str(fields is None)
+        out.mkdir()
+        save_assets(out, config=text, architecture="Any", tokenizer=None, source=path, whole=whole)
+        after = json.loads((out / "config.json").read_text())
+        assert (after if fields else after["text_config"])["vocab_size"] == text.vocab_size
+        assert not (out / "adapter_config.json").exists()

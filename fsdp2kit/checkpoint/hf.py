@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class ExportPlan:
         copy_assets(self.config_dir, folder)
         if self.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
             (folder / "config.json").unlink(missing_ok=True)
+            shutil.copyfile(self.config_dir / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
             return
-        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if self.carried is not None:
             self._write_index(folder)
@@ -136,6 +137,7 @@ def dcp_to_hf(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     merge: bool | str = False,
+    parts_dir: str | None = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
@@ -154,6 +156,8 @@ def dcp_to_hf(
         check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
         merge: add the checkpoint's adapter to the weights that it was trained on, in one process: True, or where
             those are now.
+        parts_dir: where the weights of the parts beside a text part are on this machine. Default: what `config_dir`
+            holds, or where they were by the manifest.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -166,7 +170,13 @@ def dcp_to_hf(
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
-                checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
+                checkpoint,
+                out,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                config_dir=config_dir,
+                merge=merge,
+                parts_dir=parts_dir,
             )
         with exporting(plan, group), agreement(group):
             write_files(plan, rank=distributed.rank(), world_size=distributed.world_size(), check=check)
@@ -179,11 +189,13 @@ def ensure_export(
     out: str | Path,
     dtype: str,
     check: bool = False,
+    parts_dir: str | None = None,
 ) -> bool:
     """Export a checkpoint as `dcp_to_hf` does, unless ``out`` holds that export; returns whether it did. Collective.
 
     Args:
         check: as in `dcp_to_hf`; not needed for a checkpoint that was just written, or checked for a resume.
+        parts_dir: as in `dcp_to_hf`.
     """
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
@@ -195,7 +207,7 @@ def ensure_export(
                 stale = not all((directory.path / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
-        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check)
+        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check, parts_dir=parts_dir)
     return stale
 
 
@@ -207,6 +219,7 @@ def plan_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config_dir: str | Path | None = None,
     merge: bool | str = False,
+    parts_dir: str | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing."""
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out).absolute())
@@ -223,11 +236,9 @@ def plan_export(
             raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
         base = find_base(config_dir, manifest, merge if isinstance(merge, str) else None)
     model = model_on_meta(config_dir)
-    carried = (
-        None
-        if holds_adapter(config_dir) and not merge
-        else find_carried(model, checkpoint, manifest, base or config_dir)
-    )
+    carried = None
+    if merge or not holds_adapter(config_dir):
+        carried = find_carried(model, checkpoint, manifest, to_path(parts_dir) if parts_dir else base or config_dir)
     if merge and dtype is None:
         dtype = dtype_of(json.loads((config_dir / "config.json").read_text(encoding="utf-8")))
         dtype = dtype or (carried and str(carried.dtype).removeprefix("torch."))
