@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
@@ -166,6 +167,31 @@ def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_p
         assert all(trained[f"base_model.model.{one}.modules_to_save.default.weight"].all() for one in named)
         assert get_peft_model_state_dict(tuned).keys() == values.keys()
         model = build_model(ModelConfig(path=str(path), adapter=str(folder)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path) -> None:
+    path, folder = write_whole("gemma3", tmp_path), tmp_path / "adapter"
+    ranks, alphas = {r"model\.language_model\.layers\.0\.self_attn\.q_proj": 8}, {"layers.1.self_attn.k_proj": 32}
+    config = peft.LoraConfig(
+        r=4, target_modules=r".*language_model.*(q|k)_proj", rank_pattern=ranks, alpha_pattern=alphas
+    )
+    config.save_pretrained(str(folder))
+    for name in ("adapter", "again"):
+        theirs: Any = get_peft_model(load_class("gemma3", path), peft.LoraConfig.from_pretrained(str(tmp_path / name)))
+        model = build_model(ModelConfig(path=str(path), adapter=str(tmp_path / name)))
+        adapter, whole = adapter_of(model), whole_of(model)
+        assert adapter is not None
+        assert whole is not None
+        found = {}
+        for layer in adapter.layers:
+            ours, other = (model.get_submodule(layer), theirs.get_submodule(f"base_model.model.{whole.outer(layer)}"))
+            assert ours.scaling == other.scaling
+            assert ours.r == other.r
+            found[layer] = (ours.r["default"], ours.scaling["default"])
+        assert len(set(found.values())) == 3
+        (tmp_path / "again").mkdir(exist_ok=True)
+        adapter.save(tmp_path / "again")
 
 
 def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) -> None:

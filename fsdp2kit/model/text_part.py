@@ -33,6 +33,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Whole, tied_names
 
 _TODO = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _PARTS = ("vision_config", "audio_config", "speech_config")
 
 
@@ -244,6 +245,21 @@ def read_adapter_names(config: Any, whole: Whole) -> None:
         config.target_modules = {whole.inner(name) or name for name in target}
     if config.modules_to_save:
         config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
+    for field in _PATTERNS:
+        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
+
+
+def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
+    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
+
+    peft takes the first key that matches the end of a name, as an expression.
+    """
+    found = {}
+    for name, _ in whole.model.named_modules() if pattern else ():
+        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
+        if key is not None and (inner := whole.inner(name)) is not None:
+            found[inner] = pattern[key]
+    return found
 
 
 def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
@@ -255,10 +271,12 @@ def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whol
     """
     ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
     saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
+    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
     chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
     return {
         **values,
         **chosen,
+        **patterns,
         "target_modules": [whole.outer(name) for name in layers],
         "modules_to_save": saved or None,
     }
