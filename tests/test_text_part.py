@@ -9,20 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForConditionalGeneration
+from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
-from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.checkpoint.hf import dcp_to_hf, plan_export
+from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.migrate.state_dicts import torch_to_dcp
+from fsdp2kit.model.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_of
+from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names, whole_of
-from fsdp2kit.model.text_part import check_same_logits
+from fsdp2kit.model.names import (
+    adapter_file_name,
+    conversion_groups,
+    find_sources,
+    is_of_adapter,
+    tied_names,
+    to_file_names,
+    whole_of,
+)
+from fsdp2kit.model.text_part import check_same_logits, text_config_of
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from tests.parallel.jobs import Case, run_cases
@@ -56,13 +69,12 @@ def is_text(name: str) -> bool:
     return "language_model" in name or name.startswith("lm_head")
 
 
-# Qwen3.5's linear attention neither packs nor slices.
 RUNS = [
     ("gemma3", 2),
     full("gemma4", 1),
     full("qwen3_vl", 2),
     full("mistral3", 1),
-    full("qwen3_5", 1),
+    full("qwen3_5", 2),
     full("qwen3_vl_moe", 1),
 ]
 ADAPTERS = [("gemma3", 1), full("gemma4", 2), full("qwen3_vl", 1), full("mistral3", 2), full("qwen3_vl_moe", 2)]
@@ -74,7 +86,7 @@ def test_an_export_is_of_the_same_class_and_its_other_parts_are_untouched(
 ) -> None:
     toml = write_toml(kind, tmp_path, dtype=torch.bfloat16)
     source, out = tmp_path / kind, tmp_path / "run" / "hf"
-    options = [f"mesh.cp={cp}", f"data.pack={str(kind != 'qwen3_5').lower()}"]
+    options = [f"mesh.cp={cp}"]
     said = pool.run(2, run_recipe, str(toml), [*options, "optimizer.lr=0.0"])[0]
     assert "the text part of" in said, said
     before, after = stored(source), stored(out)
@@ -130,6 +142,73 @@ def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool
     assert all(torch.equal(one, again[name]) for name, one in stored(adapter).items())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("saved", [["norm", "lm_head"], ["model.norm", "lm_head"]])
+def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_path: Path) -> None:
+    """Also those of an adapter that is trained further, whose config names them as the whole does."""
+    path = write_whole("mistral3", tmp_path)
+    lora = LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved)
+    model = build_model(ModelConfig(path=str(path)), lora=lora)
+    for name in ("first", "second"):
+        adapter, folder = adapter_of(model), tmp_path / name
+        assert adapter is not None
+        folder.mkdir()
+        adapter.save(folder)
+        values = {
+            adapter_file_name(one, model): parameter.to("meta")
+            for one, parameter in model.named_parameters()
+            if is_of_adapter(one)
+        }
+        save_file({one: torch.ones(tensor.shape) for one, tensor in values.items()}, folder / WEIGHTS_NAME)
+        named = json.loads((folder / CONFIG_NAME).read_text())["modules_to_save"]
+        assert {"lm_head", "model.language_model.norm"} <= set(named)
+        tuned: Any = PeftModel.from_pretrained(load_class("mistral3", path), str(folder))
+        trained = tuned.state_dict()
+        assert all(trained[f"base_model.model.{one}.modules_to_save.default.weight"].all() for one in named)
+        assert get_peft_model_state_dict(tuned).keys() == values.keys()
+        model = build_model(ModelConfig(path=str(path), adapter=str(folder)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path) -> None:
+    path, folder = write_whole("gemma3", tmp_path), tmp_path / "adapter"
+    ranks, alphas = {r"model\.language_model\.layers\.0\.self_attn\.q_proj": 8}, {"layers.1.self_attn.k_proj": 32}
+    config = peft.LoraConfig(
+        r=4, target_modules=r".*language_model.*(q|k)_proj", rank_pattern=ranks, alpha_pattern=alphas
+    )
+    config.save_pretrained(str(folder))
+    for name in ("adapter", "again"):
+        theirs: Any = get_peft_model(load_class("gemma3", path), peft.LoraConfig.from_pretrained(str(tmp_path / name)))
+        model = build_model(ModelConfig(path=str(path), adapter=str(tmp_path / name)))
+        adapter, whole = adapter_of(model), whole_of(model)
+        assert adapter is not None
+        assert whole is not None
+        found = {}
+        for layer in adapter.layers:
+            ours, other = (model.get_submodule(layer), theirs.get_submodule(f"base_model.model.{whole.outer(layer)}"))
+            assert ours.scaling == other.scaling
+            assert ours.r == other.r
+            found[layer] = (ours.r["default"], ours.scaling["default"])
+        assert len(set(found.values())) == 3
+        (tmp_path / "again").mkdir(exist_ok=True)
+        adapter.save(tmp_path / "again")
+
+
+def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) -> None:
+    """Or else in that of the weights."""
+    path = write_whole("gemma3", tmp_path, dtype=torch.bfloat16)
+    adapter = adapter_of(build_model(ModelConfig(path=str(path)), lora=LoraConfig(rank=4)))
+    fields = json.loads((path / "config.json").read_text())
+    assert adapter is not None
+    adapter.save(path)
+    del fields["dtype"], fields["text_config"]["dtype"]
+    text = fields["text_config"]
+    for named in ({"torch_dtype": "float16"}, {"text_config": {**text, "dtype": "float16"}}, {}):
+        (path / "config.json").write_text(json.dumps({**fields, **named}))
+        plan = plan_export(tmp_path, tmp_path / "out", config_dir=path, merge=str(path))
+        assert plan.dtype == ("float16" if named else "bfloat16")
+
+
 @pytest.mark.parametrize("kind", ["qwen3_vl", full("gemma3"), full("gemma4"), full("mistral3"), full("qwen3_5")])
 def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY + 8), plain_batches(1)
@@ -150,7 +229,7 @@ def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, 
     loss, expected = plain(len(batches[0].input_ids))
     _, control = plain(1)
     noise = gradient_distances(control, expected)
-    for dp, cp in ((2, 1), (1, 2)) if kind != "qwen3_5" else ((2, 1),):
+    for dp, cp in ((2, 1), (1, 2)):
         case = Case(kind, dp=dp, cp=cp, pack=False)
         (curves,) = pool.run(2, run_cases, tmp_path, [case], batches)[0]
         assert not beyond(gradient_distances(curves.gradients, expected), noise)
@@ -176,6 +255,36 @@ def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None
     save_file(other, tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UserError, match="other weights than those whose text part was trained"):
         dcp_to_hf(tmp_path / "dcp", tmp_path / "other", config_dir=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("names", ["text", "whole", "former"])
+def test_a_state_dict_of_the_whole_loses_nothing(names: str, tmp_path: Path) -> None:
+    path = write_whole("gemma3", tmp_path)
+    whole, part = load_class("gemma3", path), whole_of(build_model(ModelConfig(path=str(path))))
+    assert part is not None
+    state = {name: one + 1 for name, one in whole.state_dict().items()}
+    called = {
+        "text": {name: part.inner(name) or name for name in state},
+        "whole": {name: name for name in state},
+        "former": {name: re.sub(r"^model\.(language_model\.)?", r"\1model.", name) for name in state},
+    }[names]
+    if names == "former":
+        called |= {name: name.removeprefix("model.") for name in state if part.inner(name) is None}
+        called["lm_head.weight"] = "language_model.lm_head.weight"
+    torch.save({f"module.{called[name]}": one for name, one in state.items()}, tmp_path / "full.pt")
+    with pytest.raises(UserError, match=r"which is no part of the text part; .* leave such tensors out"):
+        torch_to_dcp(tmp_path / "full.pt", tmp_path / "dcp", config_dir=path)
+    text = {f"module.{called[name]}": one for name, one in state.items() if part.inner(name)}
+    torch.save(text, tmp_path / "text.pt")
+    torch_to_dcp(tmp_path / "text.pt", tmp_path / "dcp", config_dir=path)
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "out")
+    after = load_class("gemma3", tmp_path / "out").state_dict()
+    before = whole.state_dict()
+    assert all(torch.equal(one, (state if part.inner(name) else before)[name]) for name, one in after.items())
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no safetensors, and a checkpoint of the text part alone needs"):
+        torch_to_dcp(tmp_path / "text.pt", tmp_path / "again", config_dir=path)
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl_moe"])
@@ -227,13 +336,19 @@ def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path:
             "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, turns[1]]
         },
         "column": {"messages": turns, "images": ["x.png"]},
+        "prompt": {"prompt": "a", "completion": "b", "image": {"path": "x.png"}},
     }
     for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n{json.dumps(row)}\n")
+        without = {"messages": turns, "images": [None]} if "messages" in row else {**row, "image": ""}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(without)}\n{json.dumps(row)}\n")
     mistakes = {
         (f"data.path='{tmp_path}/part.jsonl'",): "part.jsonl:2: messages[0].content[0] is of type image",
         (f"data.path='{tmp_path}/key.jsonl'",): "messages[0].content[0] is of type image, and only text is trained",
-        (f"data.path='{tmp_path}/column.jsonl'",): "'images' is of type image",
+        (f"data.path='{tmp_path}/column.jsonl'",): "column.jsonl:2: 'images' is of type image",
+        (
+            f"data.path='{tmp_path}/prompt.jsonl'",
+            "data.format='prompt_completion'",
+        ): "prompt.jsonl:2: 'image' is of",
         ("model.weights='random'", "checkpoint.export_hf='never'"): "has other parts beside the text part",
         ("model.config.num_hidden_layers=1",): "in its safetensors and unknown to",
         ("lora={rank=4, target_modules='.*q_proj'}",): "matches model.vision_tower",
@@ -255,3 +370,43 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
     with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
         check_same_logits(whole, traits.twin())
+
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError("it needs timm\n(pip install timm)")
+
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "__init__", lacking)
+    with pytest.raises(UserError, match=r"cannot build the whole \(it needs timm \(pip install timm\)\)"):
+        build_model(ModelConfig(path=str(tmp_path / "gemma3")))
+
+
+def test_a_class_that_is_made_for_a_text_part_is_not_for_others(tmp_path: Path) -> None:
+    model: Any = build_model(ModelConfig(path=str(write_whole("qwen3_vl", tmp_path))))
+    with pytest.raises(UserError, match="no language model that predicts the next token"):
+        load_hf_config(ModelConfig(config={"model_type": "qwen3_vl_text"}))
+    materialize(model, device=torch.device("cpu"))
+    load_pretrained(model)
+    padded, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1, 1]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    found = model.eval().generate(padded, attention_mask=mask, **options)
+    assert torch.equal(found[:, 2:], model.generate(padded[:, 2:], **options))
+
+
+def test_assets_are_of_a_model_and_of_a_flat_config(tmp_path: Path) -> None:
+    """An adapter beside a model is not copied; some wholes have their text part's fields beside their own."""
+    path = write_whole("gemma3", tmp_path)
+    (path / "adapter_config.json").write_text("{}")
+    whole = AutoConfig.from_pretrained(path)
+    text = text_config_of(whole)
+    assert text is not None
+    text.vocab_size += 8
+    flat = json.loads((path / "config.json").read_text())
+    del flat["text_config"]
+    for fields in (None, flat):
+        if fields is not None:
+            (path / "config.json").write_text(json.dumps(fields))
+        out = tmp_path / str(fields is None)
+        out.mkdir()
+        save_assets(out, config=text, architecture="Any", tokenizer=None, source=path, whole=whole)
+        after = json.loads((out / "config.json").read_text())
+        assert (after if fields else after["text_config"])["vocab_size"] == text.vocab_size
+        assert not (out / "adapter_config.json").exists()

@@ -69,7 +69,7 @@ def load_adapted(directory: Path) -> Any:
     base = PeftConfig.from_pretrained(str(directory)).base_model_name_or_path
     if base is None:
         raise ValueError("its adapter_config.json names no model")
-    model: Any = PeftModel.from_pretrained(load_whole(base), str(directory))
+    model: Any = PeftModel.from_pretrained(load_whole(base, local_files_only=False), str(directory))
     if (directory / "generation_config.json").is_file():  # it stops at what ended the turns that were trained
         setattr(model, "generation_config", GenerationConfig.from_pretrained(directory))  # noqa: B010 (typed as tensors)
     return model

@@ -6,7 +6,7 @@ A distributed checkpoint holds the text part alone. Its manifest names the direc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +39,14 @@ class TensorReader(Protocol):
 
 
 def carried_record(directory: Path) -> dict[str, str]:
-    """Where a text part's whole is, and its digest, for ``environment["carried"]`` of a manifest."""
+    """Where a text part's whole is, and its digest, for ``environment["carried"]`` of a manifest.
+
+    Raises:
+        UserError: there are no weights.
+    """
+    if not any(directory.glob("*.safetensors")):
+        what = "has no safetensors, and a checkpoint of the text part alone needs the other parts' weights for exports"
+        raise UserError(str(directory), what, "give the directory with the model's weights")
     return {"directory": str(directory.resolve()), "weights": weights_digest(directory)}
 
 
@@ -90,6 +97,13 @@ class _Beside:
 
     def blocks(self, key: str, /) -> Iterator[Tensor]:
         yield from in_blocks(self.read(key)) if key.startswith(CARRIED) else self._text.blocks(key)
+
+
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a model's config names for itself, or for its text part; None if it names none."""
+    text = config.get("text_config")
+    parts = (config, *([text] if isinstance(text, dict) else []))
+    return next((found for part in parts for key in ("dtype", "torch_dtype") if (found := part.get(key))), None)
 
 
 def with_text_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

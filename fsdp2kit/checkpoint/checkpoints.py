@@ -364,14 +364,11 @@ class Checkpoints:
     # Export
 
     def export(self, checkpoint: Path, *, check: bool = False) -> None:
-        """Make a checkpoint the run's Hugging Face directory, unless it is that already.
-
-        Args:
-            check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
-        """
+        """Make a checkpoint the run's Hugging Face directory, unless it is that already; see `ensure_export`."""
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
-            is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check)
+            parts_dir = self.environment.get("carried", {}).get("directory")
+            is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
         except UserError:
             raise
         except Exception as error:

@@ -78,6 +78,7 @@ def write_weights(
     out, config_dir = Path(out).absolute(), Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
+    carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
@@ -92,7 +93,6 @@ def write_weights(
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         progress, tied = asdict(Progress()), tied_names(model)
-        carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
         manifest = Manifest(
             0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
         )

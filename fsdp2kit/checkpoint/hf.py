@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
-from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried, with_text_dtype
+from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, dtype_of, find_carried, with_text_dtype
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
@@ -100,12 +101,12 @@ class ExportPlan:
         copy_assets(self.config_dir, folder)
         if self.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
             (folder / "config.json").unlink(missing_ok=True)
+            shutil.copyfile(self.config_dir / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
             return
-        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if self.carried is not None:
             self._write_index(folder)
-            if config.get("dtype", config.get("torch_dtype")) != self.dtype:
+            if dtype_of(config) != self.dtype:
                 write_json(folder / "config.json", with_text_dtype(config, self.dtype))
             return
         # A model of several parts has configs within its config.
@@ -136,6 +137,7 @@ def dcp_to_hf(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     merge: bool | str = False,
+    parts_dir: str | None = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
@@ -154,6 +156,8 @@ def dcp_to_hf(
         check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
         merge: add the checkpoint's adapter to the weights that it was trained on, in one process: True, or where
             those are now.
+        parts_dir: where the weights of the parts beside a text part are on this machine. Default: what `config_dir`
+            holds, or where they were by the manifest.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -166,7 +170,13 @@ def dcp_to_hf(
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
-                checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
+                checkpoint,
+                out,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                config_dir=config_dir,
+                merge=merge,
+                parts_dir=parts_dir,
             )
         with exporting(plan, group), agreement(group):
             write_files(plan, rank=distributed.rank(), world_size=distributed.world_size(), check=check)
@@ -179,11 +189,13 @@ def ensure_export(
     out: str | Path,
     dtype: str,
     check: bool = False,
+    parts_dir: str | None = None,
 ) -> bool:
     """Export a checkpoint as `dcp_to_hf` does, unless ``out`` holds that export; returns whether it did. Collective.
 
     Args:
         check: as in `dcp_to_hf`; not needed for a checkpoint that was just written, or checked for a resume.
+        parts_dir: as in `dcp_to_hf`.
     """
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
@@ -195,7 +207,7 @@ def ensure_export(
                 stale = not all((directory.path / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
-        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check)
+        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check, parts_dir=parts_dir)
     return stale
 
 
@@ -207,6 +219,7 @@ def plan_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config_dir: str | Path | None = None,
     merge: bool | str = False,
+    parts_dir: str | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing."""
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out).absolute())
@@ -222,10 +235,15 @@ def plan_export(
         if not holds_adapter(config_dir):
             raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
         base = find_base(config_dir, manifest, merge if isinstance(merge, str) else None)
-        dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
+    model = model_on_meta(config_dir)
+    carried = None
+    if merge or not holds_adapter(config_dir):
+        carried = find_carried(model, checkpoint, manifest, to_path(parts_dir) if parts_dir else base or config_dir)
+    if merge and dtype is None:
+        dtype = dtype_of(json.loads((config_dir / "config.json").read_text(encoding="utf-8")))
+        dtype = dtype or (carried and str(carried.dtype).removeprefix("torch."))
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
-    model = model_on_meta(config_dir)
     if holds_adapter(config_dir) and not merge:
         directory.check_replaceable()
         adapted = model if names_experts(config_dir) else None
@@ -238,7 +256,6 @@ def plan_export(
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
     kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
-    carried = find_carried(model, checkpoint, manifest, base or config_dir)
     directory.check_replaceable(read=[base, carried and carried.directory])
     files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept, carried=carried)
     return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base, carried=carried)

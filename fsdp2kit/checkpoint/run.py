@@ -86,6 +86,9 @@ def build_checkpoints(
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
         kept = _kept_in_float32(model) if adapter is None else {}
+        carried: dict[str, Any] = {}
+        if source.whole is not None and source.directory is not None:
+            carried["carried"] = carried_record(source.directory)
     check_alike(identity)
     notes = assets.notes()
     if adapter is not None and adapter.directory is not None:
@@ -96,15 +99,13 @@ def build_checkpoints(
     statistics = getattr(data, "statistics", dict)()  # data of a recipe's own may tell none
     job.events.record("data", total_steps=data.total_steps, **statistics)
     recorded: dict[str, Any] = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
-    if source.whole is not None and source.directory is not None:
-        recorded["carried"] = carried_record(source.directory)
     return Checkpoints(
         config,
         model,
         optimizer,
         identity=identity,
         write_assets=assets.write,
-        environment={**job.environment, **recorded},
+        environment={**job.environment, **recorded, **carried},
         source_dtype=source.dtype,
         kept_in_float32=kept,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fsdp2kit.data.template import CLOSE, OPEN, REASONING, ROLES, Message, Template, Tokenizer, parsed
@@ -78,17 +78,21 @@ def _check_parts(parts: Sequence[Any], where: str, name: str) -> None:
             continue
         kind = str(part.get("type") or "text").removeprefix("input_").removesuffix("_url")
         if found := next((one for one in _MEDIA if kind == one or part.get(one) or part.get(f"{one}_url")), None):
-            raise no_media(where, f"{name}[{number}]", found)
+            raise _no_media(where, f"{name}[{number}]", found)
 
 
-def no_media(where: str, name: str, kind: str) -> UserError:
+def _no_media(where: str, name: str, kind: str) -> UserError:
     """The error of a row that holds an image, a video or audio."""
     return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
 
 
-def media_columns(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and kind of each column that holds what a row's messages show: ``image``, ``images``, ``video``, …"""
-    return ((name, kind) for kind in _MEDIA for name in (kind, f"{kind}s") if row.get(name))
+def check_no_media(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row with a column of what its messages show: ``image``, ``images``, ``video``, … A list of nulls is
+    empty."""
+    for kind in _MEDIA:
+        for name in (kind, f"{kind}s"):
+            if (value := row.get(name)) and (not isinstance(value, list) or any(value)):
+                raise _no_media(where, repr(name), kind)
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
-from fsdp2kit.data.chat import Chat, check_messages, check_tools, media_columns, no_media
+from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
@@ -45,6 +45,7 @@ def answers_per_row(section: DataConfig) -> int:
 
 def texts_of(row: Columns) -> Sequence[Chat | Plain]:
     """The conversation or plain text of each of a row's answers. Not for the formats "text" and "tokens"."""
+    check_no_media(row.all, row.where)
     kind = row.section.format
     if kind == "preference":
         return _answers(row)
@@ -90,6 +91,7 @@ def asked_in(row: Columns) -> Messages | str:
 
     It is in the column that ``[data.columns]`` names, or in a default column. An answer at the end is cut off.
     """
+    check_no_media(row.all, row.where)
     prompt = None if row.is_named("messages") else messages_in(row.given("prompt"))
     messages = None if row.is_named("prompt") else row.messages()
     given = [] if prompt is None else [check_messages(_wrapped(prompt, "user"), row.where, name="prompt")]
@@ -289,8 +291,6 @@ class Columns:
         if self.is_named("messages") and not names:
             raise self.missing("messages")
         found = [check_messages(self.from_json(name), self.where, name=name) for name in names]
-        for name, kind in media_columns(self.all) if found else ():
-            raise no_media(self.where, repr(name), kind)
         if len(found) > 1 and found[0] != found[1]:
             raise self.ambiguous(*(("messages", name) for name in names))
         return found[0] if found else None

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
-from fsdp2kit.model.adapters import Adapter
+from fsdp2kit.model.adapters import CONFIG_NAME, Adapter
 from fsdp2kit.model.text_part import text_config_of
 
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -111,15 +111,16 @@ def _change_text_config(path: Path, config: PretrainedConfig, whole: PretrainedC
     }
     if changed:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        fields["text_config"] |= changed
+        text = fields.get("text_config")
+        (text if isinstance(text, dict) else fields).update(changed)  # some (Qwen2-VL's) are flat
         path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy everything but weights, their index and hidden files from one directory into another."""
+    """Copy a directory's files into another: all but weights, their index, an adapter's config, and hidden files."""
     for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
         is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
-        if path.is_file() and is_asset and not path.name.startswith("."):
+        if path.is_file() and is_asset and path.name != CONFIG_NAME and not path.name.startswith("."):
             copied = target / path.relative_to(source)
             copied.parent.mkdir(exist_ok=True, parents=True)
             shutil.copyfile(path, copied)

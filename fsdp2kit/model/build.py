@@ -137,7 +137,7 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
 def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     """The model of ``config_dir/config.json`` on meta; None where transformers does not know the class itself.
 
-    Of a model of several parts (text, images, …) it is the text part.
+    A model of several parts (text, images, …) gives its text part.
     """
     path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"

@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import todo_of_cache
-from fsdp2kit.model.text_part import has_parts, know_causal_lm, text_config_of
+from fsdp2kit.model.text_part import has_parts, is_made_here, know_causal_lm, text_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
     """The Hugging Face config of ``section.path`` (or of ``config.model_type``) with the overrides applied.
 
-    ``layer_types`` is cut to an overridden ``num_hidden_layers``. Of a checkpoint of several parts (text, images, …)
-    it is that of the text part.
+    ``layer_types`` is cut to an overridden ``num_hidden_layers``. A checkpoint of several parts (text, images, …)
+    gives the config of its text part.
     """
     return load_hf_configs(section, local_files_only=local_files_only)[0]
 
@@ -75,8 +75,9 @@ def load_hf_configs(
         where = f"model.path {section.path}" if section.path else "model.config"
         what = f"not a usable model config: {_in_short(error)}"
         raise UserError(where, what, "check it and the overrides") from None
-    know_causal_lm(config)
-    _check_decoder(config, where=where)
+    if whole is not None:
+        know_causal_lm(config)
+    _check_decoder(config, where=where, is_part=whole is not None)
     _check_heads(config, where=where)
     if complaints and _names_rope(overrides):
         raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
@@ -106,8 +107,12 @@ def _in_short(error: Exception) -> str:
     return textwrap.shorten(str(error).replace(OverrideText.__name__, "str"), 200, placeholder=" …")
 
 
-def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse a model that is not a decoder-only text model; transformers would build a part of some."""
+def _check_decoder(config: PretrainedConfig, *, where: str, is_part: bool) -> None:
+    """Refuse a model that is not a decoder-only text model; transformers would build a part of some.
+
+    Args:
+        is_part: it is the text part of a checkpoint.
+    """
     architecture = next(iter(config.architectures or ()), None) or ""
     kind = None
     if getattr(config, "is_encoder_decoder", False):
@@ -118,7 +123,7 @@ def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
         kind = "a model with a classification head"
     elif re.search(r"MaskedLM|ForPreTraining|ForCTC", architecture):
         kind = "an encoder"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (is_made_here(config) and not is_part):
         kind = "no language model that predicts the next token"
     if kind is not None:
         todo = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"

@@ -204,7 +204,7 @@ class Source:
 def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], list[str]]:
     """What each of the model's tensors is made of, a tied one once; and the stored names that the model does not use.
 
-    Of a text part's whole, the other parts' tensors are neither.
+    The tensors of the other parts, in the files of a text part's whole, are neither.
 
     Args:
         model: on any device, sharded or not.

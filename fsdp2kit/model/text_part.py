@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Whole, tied_names
 
 _TODO = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _PARTS = ("vision_config", "audio_config", "speech_config")
 
 
@@ -75,6 +77,11 @@ def know_causal_lm(config: PretrainedConfig) -> bool:
     return True
 
 
+def is_made_here(config: PretrainedConfig) -> bool:
+    """Whether the class that `AutoModelForCausalLM` knows for a config was registered by `know_causal_lm`."""
+    return getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__module__", None) == __name__
+
+
 def _with_head(decoder: type[PreTrainedModel]) -> type[PreTrainedModel]:
     family: Any = decoder.__mro__[1]  # `PreTrainedModel` with the family's settings
 
@@ -91,12 +98,18 @@ def _with_head(decoder: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
-        def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
+        def forward(  # `generate` looks for these names
+            self,
+            input_ids: Tensor | None = None,
+            attention_mask: Any = None,
+            position_ids: Tensor | None = None,
+            logits_to_keep: int | Tensor = 0,
+            **inputs: Any,
+        ) -> CausalLMOutputWithPast:
             """Logits ``[B, S, V]`` of ids ``[B, S]``, with the decoder's own further inputs."""
             inputs.pop("labels", None)
-            keep = inputs.pop("logits_to_keep", 0)
-            found = self.model(input_ids=input_ids, **inputs)
-            rows = slice(-keep, None) if isinstance(keep, int) else keep
+            found = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **inputs)
+            rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(found.last_hidden_state[:, rows])
             return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
 
@@ -113,8 +126,12 @@ def build_whole(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedM
         raise UserError("model.path", what, _TODO)
     config = copy.deepcopy(config)
     setattr(config, "text_config", copy.deepcopy(text))  # noqa: B010 (not every config has one)
-    with torch.device("meta"):
-        return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    try:
+        with torch.device("meta"):
+            return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # whatever a constructor raises, for a package that it lacks, say
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise _refused(kind, f"transformers cannot build the whole ({textwrap.shorten(reason, 200)})") from None
 
 
 def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
@@ -137,13 +154,13 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
     for inner, outer in parts:
         own, there = names.get(id(inner)), places.get(id(outer))
         if not own or not there or type(inner) is not type(outer) or _shapes(inner) != _shapes(outer):
-            raise _refused(whole, f"its text part is no {type(model).__name__}")
+            raise _refused(type(whole), f"its text part is no {type(model).__name__}")
         pairs.append((own, there))
     found = Whole(whole, tuple(pairs), config)
     ties = {found.inner(alias): found.inner(name) for alias, name in tied_names(whole).items()}
     ties = {alias: name for alias, name in ties.items() if alias is not None or name is not None}
     if ties != tied_names(model) or any(found.outer(name) is None for name in model.state_dict()):
-        raise _refused(whole, f"it has, or ties, other tensors than {type(model).__name__}")
+        raise _refused(type(whole), f"it has, or ties, other tensors than {type(model).__name__}")
     vars(model)["_fsdp2kit_whole"] = found
 
 
@@ -151,8 +168,8 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _refused(whole: PreTrainedModel, what: str) -> UserError:
-    return UserError("model.path", f"the text part of {type(whole).__name__} cannot be trained: {what}", _TODO)
+def _refused(whole: type[PreTrainedModel], what: str) -> UserError:
+    return UserError("model.path", f"the text part of {whole.__name__} cannot be trained: {what}", _TODO)
 
 
 @torch.no_grad()
@@ -163,7 +180,7 @@ def check_same_logits(whole: Whole, twin: PreTrainedModel | None) -> None:
         twin: its decoder and head are put into a small whole, whose other parts stay on meta.
     """
     if twin is None:
-        raise _refused(whole.model, "no small copy of it could be tried")
+        raise _refused(type(whole.model), "no small copy of it could be tried")
     config = copy.deepcopy(twin.config)
     config.pad_token_id = 0  # some replace images' tokens by it, before they are looked up
     around = build_whole(whole.config, config).eval()
@@ -175,19 +192,24 @@ def check_same_logits(whole: Whole, twin: PreTrainedModel | None) -> None:
     try:
         theirs = around(input_ids=ids, use_cache=False).logits
     except Exception as error:  # whatever an architecture raises, one that computes something on meta above all
-        raise _refused(whole.model, f"it does not run on text alone ({str(error).partition(chr(10))[0]})") from None
+        reason = str(error).partition("\n")[0]
+        raise _refused(type(whole.model), f"it does not run on text alone ({reason})") from None
     ours = twin(input_ids=ids, use_cache=False).logits
     if theirs.is_meta or not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5):
-        raise _refused(whole.model, "its logits of text are others than those of its text part alone")
+        raise _refused(type(whole.model), "its logits of text are others than those of its text part alone")
 
 
-def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto") -> Any:
-    """The model of a Hugging Face directory, by transformers alone and of the class that its config names."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", local_files_only: bool = True) -> Any:
+    """The model of a Hugging Face directory, or hub id, by transformers alone and of the class that its config names.
+
+    Args:
+        local_files_only: never ask the hub.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
     # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
     name = next(iter(config.architectures or ()), "")
     kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
-    return kind.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    return kind.from_pretrained(directory, dtype=dtype, local_files_only=local_files_only)
 
 
 def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
@@ -223,6 +245,21 @@ def read_adapter_names(config: Any, whole: Whole) -> None:
         config.target_modules = {whole.inner(name) or name for name in target}
     if config.modules_to_save:
         config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
+    for field in _PATTERNS:
+        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
+
+
+def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
+    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
+
+    peft takes the first key that matches the end of a name, as an expression.
+    """
+    found = {}
+    for name, _ in whole.model.named_modules() if pattern else ():
+        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
+        if key is not None and (inner := whole.inner(name)) is not None:
+            found[inner] = pattern[key]
+    return found
 
 
 def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
@@ -232,13 +269,14 @@ def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whol
     Args:
         layers: that have adapters, without experts, by their names in the text part.
     """
-    ends = values["modules_to_save"] or ()
-    names = [name for name, _ in whole.model.named_modules() if whole.inner(name)]
-    saved = [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
+    ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
+    saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
+    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
     chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
     return {
         **values,
         **chosen,
+        **patterns,
         "target_modules": [whole.outer(name) for name in layers],
         "modules_to_save": saved or None,
     }
