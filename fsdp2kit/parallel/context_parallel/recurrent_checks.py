@@ -78,7 +78,7 @@ def _find_leak(twin: PreTrainedModel | None, *, cp: int) -> str | None:
         first_line, *_ = [*str(error).splitlines(), ""]
         if "need `borders`" in first_line:
             return "packed documents would see each other: its layers hand no borders on to their convolution"
-        return f"its recurrent layers do not run on documents: {type(error).__name__}: {first_line}"
+        return f"packed documents would see each other in its recurrent layers ({type(error).__name__}: {first_line})"
     scale = alone.abs().max()
     if not (packed - alone).abs().max() <= 1e-4 * scale:
         return "packed documents would see each other"
