@@ -168,7 +168,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _refused(whole: type[PreTrainedModel], what: str) -> UserError:
+def _refused(whole: type[Any], what: str) -> UserError:
     return UserError("model.path", f"the text part of {whole.__name__} cannot be trained: {what}", _TODO)
 
 
