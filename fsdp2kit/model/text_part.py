@@ -82,7 +82,7 @@ def is_made_here(config: PretrainedConfig) -> bool:
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__module__", None) == __name__
 
 
-def _with_head(decoder: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _with_head(decoder: Any) -> type[PreTrainedModel]:
     family: Any = decoder.__mro__[1]  # `PreTrainedModel` with the family's settings
 
     class TextForCausalLM(family, GenerationMixin):
