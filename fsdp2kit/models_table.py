@@ -99,7 +99,7 @@ def _cells(model: PreTrainedModel, traits: Traits, section: ModelConfig) -> Iter
 
 
 def _reason(error: Exception, name: str) -> str:
-    """What a refusal says, without the name of the model: many have the same. Any other error is said to be one."""
+    """A refusal's text without the model's name, so that equal ones share a note; other errors are marked as such."""
     if isinstance(error, UserError):
         what = error.what.replace(f"{name}: ", "").replace(name, "the model")
     else:

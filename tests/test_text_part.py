@@ -237,7 +237,7 @@ def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, 
 
 
 def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
-    """Of a mixture, whose experts are stored transposed."""
+    """A mixture's files store experts transposed."""
     path = write_whole("qwen3_vl_moe", tmp_path)
     before = stored(path)
     hf_to_dcp(path, tmp_path / "dcp")

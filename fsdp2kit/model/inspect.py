@@ -319,7 +319,7 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
 
 
 def _of(config: Any, key: str) -> Any:
-    """A config's value; None if there is none, or if it differs by layer, of which transformers gives none."""
+    """A config's value. None if there is none, and if layers differ in it: transformers then raises an error."""
     try:
         return getattr(config, key, None)
     except Exception:

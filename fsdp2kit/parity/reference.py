@@ -26,6 +26,7 @@ from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.model.names import base_name
 from fsdp2kit.model.text_part import know_causal_lm
+from fsdp2kit.parallel.context_parallel.batch import RECURRENT_KINDS
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype) -> Tensor
 def _carries_state(model: PreTrainedModel) -> bool:
     """Whether a layer is more than attention: position ids alone do not keep packed documents apart in it."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return bool({"linear_attention", "conv", "hybrid"} & set(kinds))
+    return bool(RECURRENT_KINDS & set(kinds))
 
 
 def _documents(row: Rows) -> list[Rows]:

@@ -34,7 +34,7 @@ _route = Qwen3MoeTopKRouter.forward
 
 
 def route_evenly(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each expert is visited by as many tokens; not in the small copy, of which no token's place may matter."""
+    """Send equally many tokens to each expert. The small copy keeps its router: its tokens' places must not matter."""
     if not self.training:
         return _route(self, hidden)
     logits = torch.nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)

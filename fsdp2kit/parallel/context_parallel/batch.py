@@ -30,6 +30,10 @@ from fsdp2kit.parallel.mesh import Mesh
 
 CHUNKED = "chunked_attention"
 """transformers' name of layers that see documents in chunks of ``attention_chunk_size`` tokens."""
+RECURRENT_KINDS = {"linear_attention", "conv", "hybrid"}
+"""Layers that carry a state along the sequence, "hybrid" beside attention."""
+TOKENWISE_KINDS = {"moe", "mlp"}
+"""Layers that treat every token alone."""
 
 
 def build_slice_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
@@ -171,12 +175,6 @@ def _full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: Attenti
         whole = make("full_attention") if "hybrid" in kinds else masks.get("full_attention")
         return {"full_attention": whole, **masks, "linear_attention": None, "conv": None}
     return masks if len(masks) > 1 else masks[next(iter(masks))]
-
-
-RECURRENT_KINDS = {"linear_attention", "conv", "hybrid"}
-"""Layers that carry a state along the sequence, "hybrid" beside attention."""
-TOKENWISE_KINDS = {"moe", "mlp"}
-"""Layers that treat every token alone."""
 
 
 def _chunk_numbers(position_ids: Tensor, chunk: int) -> Tensor:

@@ -51,7 +51,7 @@ def plan_recurrent(config: TrainingConfig, model: PreTrainedModel, traits: Trait
 
 
 def try_recurrent(model: PreTrainedModel, traits: Traits, *, cp: int = 1) -> str | None:
-    """What would be wrong with recurrent layers of which each sees one document; None: nothing, or there are none."""
+    """Why the recurrent layers cannot keep packed documents apart. None: they can, or the model has no such layers."""
     if not find_recurrent(model):
         return None
     return traits.once(("recurrent", cp), partial(_find_leak, cp=cp))

@@ -71,7 +71,7 @@ class SegmentTables:
 
     by_window: dict[int | None, Tensor]
     chunked: Tensor | None = None
-    """Of the layers that see documents in chunks."""
+    """The table of the layers that see documents in chunks; None: the model has no such layers."""
     chunked_layers: frozenset[int] = frozenset()
     """Their numbers: nothing that such a layer hands to its attention tells it from others."""
 
