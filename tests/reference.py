@@ -86,6 +86,20 @@ MIXTURES = {
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "attention_chunk_size": 7}
 _LLAMA4 = {**_CHUNKS, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2}
 EVEN["llama4"] = ("llama4_text", _LLAMA4)
+EVEN["glm4"] = ("glm4", {"partial_rotary_factor": 0.5})
+EVEN["gemma3n"] = (
+    "gemma3n_text",
+    {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
+)
 EVEN["granite_swa"] = ("granite_swa", {"sliding_window": 16, "rope_parameters": _PLAIN_ROPE})
 # Every token visits every expert: matrices keep their sizes whatever the tokens are.
 EVEN["gpt_oss_whole"] = ("gpt_oss", {**MIXTURES["gpt_oss"][1], "num_local_experts": 2})

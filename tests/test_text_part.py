@@ -41,6 +41,7 @@ from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from tests.parallel.jobs import Case, run_cases
 from tests.parts import load_class, look, stored, write_whole
 from tests.reference import VOCABULARY, beyond, full, plain_batches
+from tests.rl.runs import write_toml as write_rollouts
 from tests.runs import assert_refused, run_recipe
 from tests.workers import WorkerPool
 from tools import dcp_to_hf as convert
@@ -110,6 +111,24 @@ def test_an_export_is_of_the_same_class_and_its_other_parts_are_untouched(
         convert.main([str(tmp_path / "tuned" / "checkpoints" / "step-000002"), str(tmp_path / "run"), "--verify"]) == 0
     )
     assert all(torch.equal(one, after[name]) for name, one in stored(tmp_path / "run").items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "cp"), [("gemma3", 1), ("qwen3_5", 2)])
+def test_a_text_part_learns_from_rewards(kind: str, cp: int, pool: WorkerPool, tmp_path: Path) -> None:
+    """The embedded engine generates with the text part's weights, and the export is the whole."""
+    source = write_whole(kind, tmp_path)
+    options = [f"model.path='{source}'", f"run.dir='{tmp_path}/run'", "train.steps=2", f"mesh.cp={cp}"]
+    toml = write_rollouts(tmp_path / "prompts")
+    said = pool.run(2, run_recipe, str(toml), [*options, "checkpoint.export_hf=final"])[0]
+    assert not said.startswith("error"), said
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < max(record["log_prob_gap_max"] for record in records) <= 1e-4
+    before, after = stored(source), stored(tmp_path / "run" / "hf")
+    assert before.keys() == after.keys()
+    changed = {name for name, one in before.items() if not torch.equal(after[name], one)}
+    assert changed
+    assert all(map(is_text, changed))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it

@@ -24,23 +24,7 @@ SLACK = 1e-3  # float32 logits of about 10, by other kernels, over 30 layers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> None:
     python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
-    rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    toml = tmp_path / "x.toml"
-    toml.write_text(f"""
-        recipe = "sft"
-        run.dir = "{tmp_path}/run"
-        model.path = "{model}"
-        lora = {{ rank = 8, alpha = 16 }}
-        fsdp.param_dtype = "float32"
-        data = {{ path = "rows.jsonl", format = "prompt_completion", seq_len = 128, pack = false }}
-        train = {{ steps = 6, global_batch_size = 2 }}
-        optimizer.lr = 2e-3
-        checkpoint = {{ every = 6 }}
-        wandb.mode = "disabled"
-    """)
-    said = pool.run(2, run_recipe, str(toml), [])[0]
-    assert not said.startswith("error"), said
+    tune(pool, tmp_path, model, "lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3")
     adapter, merged = tmp_path / "run" / "hf", tmp_path / "merged"
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000006"
     assert dcp_to_hf.main([str(checkpoint), str(merged), "--merge", str(model), "--dtype", "float32"]) == 0
@@ -68,6 +52,25 @@ def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> No
             before = base(input_ids=torch.tensor([[*ids, *answers["tuned"][at]]])).logits[0, len(ids) - 1 : -1]
         changed |= before.argmax(dim=-1).tolist() != answers["tuned"][at]
     assert changed, "the adapter changes none of these answers"
+
+
+def tune(pool: WorkerPool, folder: Path, model: Path, *options: str) -> None:
+    """Six steps on two ranks; the export is ``folder/run/hf``."""
+    rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    toml = folder / "x.toml"
+    toml.write_text(f"""
+        recipe = "sft"
+        run.dir = "{folder}/run"
+        model.path = "{model}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "rows.jsonl", format = "prompt_completion", seq_len = 128, pack = false }}
+        train = {{ steps = 6, global_batch_size = 2 }}
+        checkpoint = {{ every = 6 }}
+        wandb.mode = "disabled"
+    """)
+    said = pool.run(2, run_recipe, str(toml), list(options))[0]
+    assert not said.startswith("error"), said
 
 
 def greedy(url: str, name: str, ids: list[int]) -> list[int]:

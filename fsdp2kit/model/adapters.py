@@ -26,7 +26,13 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
-from fsdp2kit.model.expert_adapters import ALL_EXPERTS, replace_forward, stored_leaves, target_parameters
+from fsdp2kit.model.expert_adapters import (
+    ALL_EXPERTS,
+    matched_parameters,
+    replace_forward,
+    stored_leaves,
+    target_parameters,
+)
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.names import ADAPTER, Whole, base_module, base_name, tied_names, whole_of
 from fsdp2kit.model.text_part import read_adapter_names, written_adapter_names
@@ -247,8 +253,9 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
         if parts and parts != set(per_expert):
             what = f"{', '.join(sorted(parts))}: experts in one tensor have adapters on all of {', '.join(per_expert)}"
             raise UserError(key, what, todo)
-        if config.target_parameters and set(config.target_parameters) != set(wanted):
-            what = f"has target_parameters {sorted(config.target_parameters)}, and experts have {wanted}"
+        named = config.target_parameters or wanted
+        if matched_parameters(model, named) != matched_parameters(model, wanted):
+            what = f"has target_parameters {sorted(named)}, and experts have {wanted}"
             raise UserError(key, what, todo)
         _check_expert_options(config)
         config.target_parameters = wanted

@@ -16,7 +16,7 @@ reads it: vLLM reads these names alone. Elsewhere (gpt-oss) they are peft's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -52,6 +52,12 @@ def target_parameters(model: nn.Module) -> list[str]:
         what = f"{type(model).__name__} has no experts that transformers' interface for experts knows"
         raise UserError(key, what, "leave them out")
     return list(found)
+
+
+def matched_parameters(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The parameters that peft's ``target_parameters`` select: whole names, or their last parts."""
+    parameters = [f".{name}" for name, _ in model.named_parameters()]
+    return {name for name in parameters if any(name.endswith(f".{end}") for end in names)}
 
 
 def stored_leaves(model: PreTrainedModel) -> list[str]:

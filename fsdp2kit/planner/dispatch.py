@@ -61,10 +61,11 @@ class Dispatch:
         return self.item * (rows * (self.activated + 2 * self.hidden) + 2 * self.pairs * self.hidden)
 
     def backward(self, load: float = 1) -> int:
-        """Bytes beside ``kept`` while the gradients of vectors travel back."""
+        """Bytes beside ``kept`` and the gradients of parameters: inside the experts, or while the gradients of vectors
+        travel back."""
         rows = self.rows(load)
-        gradients = rows * (3 * self.hidden + 3 * self.activated + self.projected)
-        return self.item * (gradients + 2 * self.pairs * self.hidden)
+        inside = rows * (4 * self.activated + max(self.hidden, self.projected))
+        return self.item * max(inside, 2 * (rows + self.pairs) * self.hidden)
 
     def exchanges(self) -> tuple[list[int], list[int]]:
         """Bytes that this rank sends in each all-to-all of forward and of backward, where routing is even.

@@ -160,6 +160,25 @@ def test_an_export_is_what_peft_loads_and_merges(kind: str, tmp_path: Path) -> N
             torch.testing.assert_close(ours, theirs[f"{name}.{key}"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("start", ["experts", "mlp.experts", "every layer"])
+def test_an_adapter_that_peft_wrote_loads_however_its_config_names_experts(start: str, tmp_path: Path) -> None:
+    """``target_parameters`` are ends of names, or whole ones."""
+    plain = plain_model("gpt_oss", tmp_path / "base")
+    starts = list(find_experts(plain)) if start == "every layer" else [start]
+    named = [f"{one}.{weight}" for one in starts for weight in ("gate_up_proj", "down_proj")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft: Any = get_peft_model(
+            plain, LoraConfig(r=3, lora_alpha=5, target_modules=ATTENTION, target_parameters=named)
+        )
+    for parameter in (p for p in peft.parameters() if p.requires_grad):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    peft.save_pretrained(tmp_path / "adapter")
+    model = our_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    load_adapter(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits(peft.eval()), rtol=1e-5, atol=1e-5)
+
+
 def test_gate_and_up_with_factors_of_their_own_are_refused(tmp_path: Path) -> None:
     plain_model("qwen3_moe", tmp_path / "base")
     model = our_model(tmp_path / "base")

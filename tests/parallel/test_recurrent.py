@@ -8,13 +8,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +28,8 @@ from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Met
 from fsdp2kit.parallel.context_parallel.recurrent import SCANS, Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
+from fsdp2kit.parity.reference import Rows, errors
+from tests.parallel.alone import Reference, documents_alone
 from tests.parallel.covering import Row, Table
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_isolation import leaks
@@ -41,8 +39,6 @@ from tests.reference import (
     RECURRENT,
     beyond,
     full,
-    make_batches,
-    plain_batches,
     tiny_config,
     tiny_model,
     tiny_model_dir,
@@ -50,7 +46,6 @@ from tests.reference import (
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
-DELTA_RULE = "torch_chunk_gated_delta_rule"
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "kind": tuple(RECURRENT),
@@ -91,35 +86,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(models: Path) -> Callable[[Case], tuple[Curves, dict[str, float]]]:
-    """The plain loop's curves, and their spread over micro-batch sizes and over chunks of the gated delta rule.
-
-    With chunks of 32 tokens instead of 64, transformers' own gradients of its gates are 2e-5 off in float32.
-    """
-    known: dict[tuple, tuple[Curves, dict[str, float]]] = {}
-
-    def get(case: Case) -> tuple[Curves, dict[str, float]]:
-        key = case.kind, case.pack
-        if key not in known:
-            loop = partial(
-                plain_loop, models / case.kind, make_batches() if case.pack else plain_batches(), lr=case.lr
-            )
-            plain, others = loop(micro_batch_size=4), [loop(micro_batch_size=1)]
-            file: Any = inspect.getmodule(type(tiny_model(case.kind)))
-            if rule := getattr(file, DELTA_RULE, None):
-                with patch.object(file, DELTA_RULE, partial(rule, chunk_size=32)):
-                    others.append(loop(micro_batch_size=4))
-            spread = [errors(other, plain) for other in others]
-            known[key] = plain, {name: max(each[name] for each in spread) for name in spread[0]}
-        return known[key]
-
-    return get
+def reference(models: Path) -> Reference:
+    return documents_alone(models)
 
 
 @pytest.mark.parametrize(
     "case", [*DEFAULT, *map(full, FULL), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
-def test_training_equals_each_document_alone(case: Case, pool: WorkerPool, models: Path, reference: Callable) -> None:
+def test_training_equals_each_document_alone(case: Case, pool: WorkerPool, models: Path, reference: Reference) -> None:
     exact, control = reference(case)
     found = pool.run(case.world, run_cases, models, [case])[0][0]
     differences = errors(found, exact)

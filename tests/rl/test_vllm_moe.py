@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.reference import DEMO
 from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server, write_run
 from tests.runs import run_recipe
-from tests.test_vllm_serves import greedy
+from tests.test_vllm_serves import greedy, tune
 from tests.workers import WorkerPool
 from tools import dcp_to_hf
 
@@ -43,22 +43,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_vllm_answers_as_transformers_do(options: list[str], mixture: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """An export of experts that were dealt out, and one with its experts' adapters merged into it."""
     python = path_in_environment("FSDP2KIT_VLLM_PYTHON")
-    rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    toml = tmp_path / "x.toml"
-    toml.write_text(f"""
-        recipe = "sft"
-        run.dir = "{tmp_path}/run"
-        model.path = "{mixture}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "rows.jsonl", format = "prompt_completion", seq_len = 128, pack = false }}
-        train = {{ steps = 6, global_batch_size = 2 }}
-        optimizer.lr = 1e-2
-        checkpoint = {{ every = 6 }}
-        wandb.mode = "disabled"
-    """)
-    said = pool.run(2, run_recipe, str(toml), options)[0]
-    assert not said.startswith("error"), said
+    tune(pool, tmp_path, mixture, *options, "optimizer.lr=1e-2")
     served = tmp_path / "run" / "hf"
     if options[0] != "mesh.ep=2":
         checkpoint, served = tmp_path / "run" / "checkpoints" / "step-000006", tmp_path / "merged"

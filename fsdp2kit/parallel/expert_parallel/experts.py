@@ -108,7 +108,8 @@ def routed_experts_backward(
     grad.mul_(weight)
     of_down = _gradients(activated, grad, routing, found, wanted[1 + found.has_bias :])
     del activated, grad
-    (grad_projected,) = gate_backward(into.mul_(weight))
+    with torch.no_grad():  # or the gate's gradient is made of operators that can be differentiated again
+        (grad_projected,) = gate_backward(into.mul_(weight), retain_graph=False)
     del gate_backward, into
     of_up = _gradients(received, grad_projected, routing, found, wanted)
     grad_hidden = grouped_product(grad_projected, up, routing.sizes, transposed=not found.is_transposed)
