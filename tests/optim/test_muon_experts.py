@@ -85,11 +85,15 @@ def of_torch() -> dict[str, np.ndarray]:
 def test_each_expert_is_updated_as_by_torch(
     shape: tuple[int, ...], placements: list[Placement], pool: WorkerPool
 ) -> None:
+    """But for a unit in the last place of what the iteration gives, in bfloat16: a processor's kernels may round their
+    sums in another way for a matrix that lies elsewhere in memory."""
     expected, start = of_torch(), dict(Net().named_parameters())
     for found in pool.run(int(np.prod(shape)), updated, shape, placements):
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6, err_msg=name)
             moved = np.abs(values - start[name].numpy(force=True))
+            unit = moved.max() * 2**-8
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=unit, err_msg=name)
+            assert np.mean(np.abs(found[name] - values) < 1e-6) > 0.9
             assert moved[:IDLE].max() > 1e-2
             np.testing.assert_allclose(
                 values[IDLE], start[name][IDLE].numpy(force=True) * (1 - 1e-3) ** STEPS, rtol=1e-5
