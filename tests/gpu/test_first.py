@@ -16,11 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2kit import distributed, run
 from fsdp2kit.bench.harness import missing_packages
+from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from tests.reference import demo_model_dir
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CUDA = torch.cuda.is_available()
+TOMLS = ROOT / "toml"
+EXPERTS = ["num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=64"]
+MIXTURE = ["model.config.model_type=qwen3_moe", *(f"model.config.{each}" for each in EXPERTS)]
+HYBRID = ["model_type=qwen3_5_text", 'layer_types=["linear_attention", "full_attention"]', "num_hidden_layers=2"]
 SMALL = ["train.steps=2", "train.global_batch_size=2", "data.seq_len=256", "run.timeout_minutes=2"]
 
 # By worth: what most runs take comes first, what takes long to compile last. Overrides, and packages that they need.
@@ -29,6 +35,13 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "float32": (["fsdp.param_dtype=float32"], []),
     "transformers' attention": (["model.attention=sdpa"], []),
     "a sliding window": (["model.config.model_type=mistral", "model.config.sliding_window=64"], []),
+    "attention sinks": (["model.config.model_type=granite_swa", "model.config.sliding_window=64"], []),
+    "a layer that carries a state": ([f"model.config.{each}" for each in HYBRID], []),
+    "a mixture": (MIXTURE, []),
+    "a mixture balanced by a loss": (
+        [*MIXTURE, "moe.balance=aux", "moe.aux_weight=0.01", "activation_checkpointing.mode=full"],
+        [],
+    ),
     "full recomputation": (["activation_checkpointing.mode=full"], []),
     "selective recomputation": (["activation_checkpointing.mode=selective"], []),
     "layers' inputs on the host": (
@@ -45,6 +58,11 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "traces": (["profile.enabled=true", "profile.start_step=2", "profile.steps=1", "profile.memory=true"], []),
     "saves in the foreground": (["checkpoint.async_save=false", "checkpoint.every=1"], []),
     "adapters": (["lora.rank=4", "checkpoint.export_hf=never"], ["peft"]),
+    "adapters on a model in 4 bits": (["lora.rank=4", "lora.quantize=nf4", "checkpoint.export_hf=never"], ["peft"]),
+    "adapters on experts": (
+        [*MIXTURE, "lora.rank=4", 'lora.target_modules=["q_proj", "experts"]', "checkpoint.export_hf=never"],
+        ["peft"],
+    ),
     "8-bit moments": (["optimizer.name=adamw_8bit"], ["torchao"]),
     "float8": (["float8.recipe=rowwise"], ["torchao"]),
     "Liger's layers": (["model.liger=true"], ["liger_kernel"]),
@@ -67,10 +85,10 @@ def _alone() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """The records of a run of the pretraining recipe on random tokens."""
+def train(folder: Path, *overrides: str, toml: Path = TOMLS / "pretrain_synthetic.toml") -> list[dict[str, float]]:
+    """The records of a run of ``toml``, by default pretraining on random tokens."""
     torch.use_deterministic_algorithms(False)  # what an earlier run asked for
-    recipe, config = run.load(str(ROOT / "toml/pretrain_synthetic.toml"), [*SMALL, f"run.dir={folder}", *overrides])
+    recipe, config = run.load(str(toml), [*SMALL, f"run.dir={folder}", *overrides])
     recipe.main(config)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -79,6 +97,8 @@ def obstacle(name: str) -> str | None:
     """Why a path cannot be tried here."""
     if missing := missing_packages(*PATHS[name][1]):
         return f"{missing[0]} is not installed"
+    if "lora.quantize=nf4" in PATHS[name][0] and not SHARDS_INTEGERS:
+        return "torch 2.11 shards no weights in 4 bits"
     if not ON_CUDA and name.startswith(("compiled", "Liger")):
         return "for a device"
     if name == "compiled, float8" or name == "float8":
@@ -98,6 +118,35 @@ def test_runs(name: str, tmp_path: Path, record_property: Callable[[str, object]
     assert records[0]["loss"] == pytest.approx(math.log(4096), rel=0.05), "random weights on random tokens"
     assert (tmp_path / "trace").exists() == (name == "traces")
     assert any(tmp_path.glob("trace/memory-*.pickle")) == ON_CUDA or name != "traces"
+
+
+@pytest.mark.parametrize("name", ["demo_cp2", "demo_moe", "grpo_demo"])
+def test_demos_run(name: str, tmp_path: Path) -> None:
+    records = train(tmp_path, "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=64", toml=TOMLS / f"{name}.toml")
+
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype.is_floating_point
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "distill"])
+def test_recipes_with_a_second_model_run(recipe: str, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"Is {at} odd? ", "chosen": "Yes" if at % 2 else "No", "rejected": "?"} for at in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
+    overrides = ["mesh.cp=1", "train.global_batch_size=8", "eval.every=0"]
+    if recipe == "dpo":
+        overrides.append(f"data.path={tmp_path}/pairs.jsonl")
+    else:
+        overrides.append(f"distill.teacher={demo_model_dir(tmp_path)}")
+    text = (TOMLS / "demo_cp2.toml").read_text(encoding="utf-8").replace('"demo/', f'"{TOMLS}/demo/')
+    toml = tmp_path / "x.toml"
+    toml.write_text(text.replace('recipe = "sft"', f'recipe = "{recipe}"'), encoding="utf-8")
+
+    records = train(tmp_path / "run", *overrides, toml=toml)
+
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
 
 
 def test_a_run_goes_on_from_an_asynchronous_save_and_exports(tmp_path: Path) -> None:

@@ -22,18 +22,21 @@ from fsdp2kit.parity.reference import errors, plain_loop
 from fsdp2kit.train.step import GlobalBatch, next_batch
 from fsdp2kit.train.throughput import PhaseMemory
 from tests.host_syncs import count_host_syncs
+from tests.parallel.alone import documents_alone
 from tests.parallel.jobs import Case, Recorder, build, run_case, step
 from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 
 KINDS = ["smollm2", "llama3", "qwen3"]
+# Sinks, chunks and layers with a state, each beside experts; a mixture.
+FAMILIES = ["gpt_oss", "llama4", "qwen3_5_moe", "nemotron_h", "granitemoehybrid", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
+    for kind in [*KINDS, *FAMILIES]:
         tiny_model_dir(kind, path)
     return path
 
@@ -61,6 +64,16 @@ def test_gradients_losses_and_norms_are_those_of_plain_transformers(
         for size in (2, 1)
     )
     assert not beyond(errors(found, expected), errors(other, expected))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_of_today_train_as_each_document_alone(folder: Path, world: World, kind: str) -> None:
+    case = Case(kind, micro=2, attention="auto", checkpointing="full", lr=3e-4)
+
+    found = run_case(folder, case, make_batches())
+
+    expected, control = documents_alone(folder, device=str(world.device))(case)
+    assert not beyond(errors(found, expected), control)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -227,6 +240,7 @@ import hashlib, json, sys
 from pathlib import Path
 from fsdp2kit import distributed
 distributed.start(deterministic=True)  # before CUDA starts: cuBLAS reads its settings then
+from tests.parallel.alone import documents_alone
 from tests.parallel.jobs import Case, run_case
 from tests.reference import make_batches
 case = Case("smollm2", micro=2, fsdp=(("param_dtype", "bfloat16"),), checkpointing=True)

@@ -18,13 +18,14 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 Reference = Callable[[Case], tuple[Curves, dict[str, float]]]
 
 
-def documents_alone(folder: Path) -> Reference:
+def documents_alone(folder: Path, *, device: str = "cpu") -> Reference:
     """The plain loop's curves, and their spread over micro-batch sizes and over chunks of the gated delta rule.
 
     With chunks of 32 tokens instead of 64, transformers' own gradients of its gates are 2e-5 off in float32.
 
     Args:
         folder: has the tiny models.
+        device: where transformers computes.
     """
     known: dict[tuple, tuple[Curves, dict[str, float]]] = {}
 
@@ -32,7 +33,7 @@ def documents_alone(folder: Path) -> Reference:
         key = case.kind, case.pack, case.lr
         if key not in known:
             batches = make_batches() if case.pack else plain_batches()
-            loop = partial(plain_loop, folder / case.kind, batches, lr=case.lr, alone=True)
+            loop = partial(plain_loop, folder / case.kind, batches, lr=case.lr, alone=True, device=device)
             plain, others = loop(micro_batch_size=4), [loop(micro_batch_size=1)]
             file: Any = inspect.getmodule(type(tiny_model(case.kind)))
             if rule := getattr(file, DELTA_RULE, None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Routing:
         """Pairs of each of this rank's experts."""
         return self.counts.sum(0).tolist()
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """``[E]``: where the rows of each of this rank's experts end, on the device."""
+        return self.counts.sum(0).cumsum(0, dtype=torch.int32).to(self.order.device)
+
     @property
     def share(self) -> float:
         """What the gradient of an expert's parameter is multiplied by.
@@ -43,14 +49,14 @@ class Routing:
         """From sorted pairs ``[T·K, …]`` to the rows of this rank's experts ``[R, …]``, sorted by expert."""
         if self.group.size() == 1:
             return pairs
-        return self._exchange(pairs, self.sent, self._received)[self._by_expert(pairs.device)]
+        return self._exchange(pairs, self.sent, self._received)[self._by_expert]
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """From rows of this rank's experts ``[R, …]`` back to its pairs ``[T·K, …]``, in the order of its tokens."""
         sorted_pairs = rows
         if self.group.size() > 1:
             ordered = torch.empty_like(rows)
-            ordered[self._by_expert(rows.device)] = rows
+            ordered[self._by_expert] = rows
             sorted_pairs = self._exchange(ordered, self._received, self.sent)
         pairs = torch.empty_like(sorted_pairs)
         pairs[self.order] = sorted_pairs
@@ -60,10 +66,11 @@ class Routing:
     def _received(self) -> list[int]:
         return self.counts.sum(1).tolist()
 
-    def _by_expert(self, device: torch.device) -> Tensor:
+    @cached_property
+    def _by_expert(self) -> Tensor:
         """``[R]``: received rows, which come sender by sender, sorted by expert."""
         experts = torch.arange(self.counts.shape[1]).repeat(self.counts.shape[0])
-        return experts.repeat_interleave(self.counts.flatten()).argsort(stable=True).to(device)
+        return experts.repeat_interleave(self.counts.flatten()).argsort(stable=True).to(self.order.device)
 
     def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = rows.new_empty((sum(received), *rows.shape[1:]))

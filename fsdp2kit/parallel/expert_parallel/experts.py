@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.parallel.expert_parallel.exchange import Routing, plan_exchange
@@ -68,9 +69,9 @@ def routed_experts(
     found, routing = _KINDS[kind], plan_exchange(index, num_experts=num_experts, group=group)
     up, up_bias, down, down_bias = _unpack(parameters, found)
     received = routing.to_experts(hidden[routing.order // index.shape[1]])
-    projected = grouped_product(received, up, routing.sizes, transposed=found.is_transposed, bias=up_bias)
+    projected = grouped_product(received, up, routing, transposed=found.is_transposed, bias=up_bias)
     activated = found.gate(projected)
-    result = grouped_product(activated, down, routing.sizes, transposed=found.is_transposed, bias=down_bias)
+    result = grouped_product(activated, down, routing, transposed=found.is_transposed, bias=down_bias)
     of_pairs = routing.to_tokens(result).view(*index.shape, -1)
     out = (of_pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
     return out, received, projected, routing.counts
@@ -100,10 +101,10 @@ def routed_experts_backward(
     grad = routing.to_experts(grad_out[routing.order // index.shape[1]])
     weight = routing.to_experts(weights.reshape(-1)[routing.order]).unsqueeze(-1)
     activated, gate_backward, *_ = torch.func.vjp(found.gate, projected)
-    into = grouped_product(grad, down, routing.sizes, transposed=not found.is_transposed)
+    into = grouped_product(grad, down, routing, transposed=not found.is_transposed)
     grad_weight = (into * activated).sum(-1, dtype=torch.float32)
     if down_bias is not None:
-        grad_weight += (grad * _rows_of(down_bias, routing.sizes)).sum(-1, dtype=torch.float32)
+        grad_weight += (grad * _rows_of(down_bias, routing)).sum(-1, dtype=torch.float32)
     # What is not needed any more is freed at once: less is held, and the allocator has it for what follows.
     grad.mul_(weight)
     of_down = _gradients(activated, grad, routing, found, wanted[1 + found.has_bias :])
@@ -112,7 +113,7 @@ def routed_experts_backward(
         (grad_projected,) = gate_backward(into.mul_(weight), retain_graph=False)
     del gate_backward, into
     of_up = _gradients(received, grad_projected, routing, found, wanted)
-    grad_hidden = grouped_product(grad_projected, up, routing.sizes, transposed=not found.is_transposed)
+    grad_hidden = grouped_product(grad_projected, up, routing, transposed=not found.is_transposed)
     del grad_projected
     of_tokens = routing.to_tokens(grad_hidden).view(*index.shape, -1).sum(1)
     of_weights = routing.to_tokens(grad_weight).view(index.shape).to(weights.dtype)
@@ -142,45 +143,53 @@ routed_experts.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, sizes: Sequence[int], *, transposed: bool, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, routing: Routing, *, transposed: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """Each group of rows times its own matrix: ``[R, in]`` and ``[E, out, in]`` → ``[R, out]``.
+    """Each expert's rows times its own matrix: ``[R, in]`` and ``[E, out, in]`` → ``[R, out]``.
 
     Args:
-        sizes: rows of each group, in order; they add up to R.
+        routing: whose rows they are, sorted by expert.
         transposed: whether the matrices are ``[E, in, out]``.
         bias: ``[E, out]``.
     """
     matrices = weight if transposed else weight.transpose(1, 2)
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device)
-        out = torch.nn.functional.grouped_mm(x, matrices, offs=ends)
+    if _has_grouped_kernel(x, *matrices.shape[1:]):
+        out = F.grouped_mm(x, matrices, offs=routing.ends)
     else:
         out = x.new_empty((x.shape[0], matrices.shape[2]))
-        for rows, into, matrix in zip(x.split(sizes), out.split(sizes), matrices, strict=True):
+        for rows, into, matrix in zip(x.split(routing.sizes), out.split(routing.sizes), matrices, strict=True):
             torch.mm(rows, matrix, out=into)
-    return out if bias is None else out.add_(_rows_of(bias, sizes))
+    return out if bias is None else out.add_(_rows_of(bias, routing))
+
+
+def _has_grouped_kernel(x: Tensor, *sides: int) -> bool:
+    """Whether torch multiplies groups in one kernel: in bfloat16 on a device, with sides of whole 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and all(side % 8 == 0 for side in sides)
 
 
 def _gradients(x: Tensor, grad: Tensor, routing: Routing, kind: ExpertKind, wanted: Sequence[bool]) -> list[Tensor]:
     """Gradients of a weight, and of its bias if there is one, from the rows that came in and their results'."""
     left, right = (x, grad) if kind.is_transposed else (grad, x)
-    weight = x.new_empty((len(routing.sizes), left.shape[1], right.shape[1])) if wanted[0] else x.new_empty(0)
-    bias = grad.new_empty((len(routing.sizes), grad.shape[1])) if kind.has_bias and wanted[1] else x.new_empty(0)
-    pieces = zip(left.split(routing.sizes), right.split(routing.sizes), grad.split(routing.sizes), strict=True)
-    for number, (one, other, rows) in enumerate(pieces):
-        if wanted[0]:
-            into = weight[number]
-            torch.addmm(into, one.t(), other, beta=0, alpha=routing.share, out=into)
-        if kind.has_bias and wanted[1]:
-            torch.sum(rows, 0, out=bias[number])
-    bias.mul_(routing.share)
-    return [weight, bias] if kind.has_bias else [weight]
+    weight = _of_weight(left, right, routing) if wanted[0] else x.new_empty(0)
+    if not kind.has_bias:
+        return [weight]
+    sums = [rows.sum(0) for rows in grad.split(routing.sizes)] if wanted[1] else []
+    return [weight, torch.stack(sums).mul_(routing.share) if sums else x.new_empty(0)]
 
 
-def _rows_of(bias: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``[R, out]``: each group's bias for each of its rows."""
-    return bias.repeat_interleave(torch.tensor(sizes, device=bias.device), dim=0)
+def _of_weight(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
+    """leftᵀ·right of each expert's rows, times its share: ``[R, M]`` and ``[R, N]`` → ``[E, M, N]``."""
+    if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
+        return F.grouped_mm(left.t(), right, offs=routing.ends).mul_(routing.share)
+    weight = left.new_empty((len(routing.sizes), left.shape[1], right.shape[1]))
+    for into, one, other in zip(weight, left.split(routing.sizes), right.split(routing.sizes), strict=True):
+        torch.addmm(into, one.t(), other, beta=0, alpha=routing.share, out=into)
+    return weight
+
+
+def _rows_of(bias: Tensor, routing: Routing) -> Tensor:
+    """``[R, out]``: each expert's bias for each of its rows."""
+    return bias.repeat_interleave(torch.tensor(routing.sizes, device=bias.device), dim=0)
 
 
 def _unpack(parameters: Sequence[Tensor], kind: ExpertKind) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
