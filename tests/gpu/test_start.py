@@ -43,5 +43,6 @@ def test_a_local_rank_without_a_device_is_a_users_mistake(world: World, monkeypa
     from fsdp2kit import distributed
 
     monkeypatch.setenv("LOCAL_RANK", str(torch.cuda.device_count()))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(torch.cuda.device_count() + 1))
     with pytest.raises(UserError, match="has no CUDA device"):
         distributed.start()
