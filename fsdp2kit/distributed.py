@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2kit import failures, status, torchrun
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.torch_compat import all_gather_single, timeout_of
+from fsdp2kit.torch_compat import all_gather_single, sharded_where_it_lies, timeout_of
 from fsdp2kit.tracebacks import write_traceback
 
 T = TypeVar("T")
@@ -336,12 +336,14 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """``local`` as this rank's shard of a tensor that is sharded like ``tensor``; ``shape``: default ``tensor``'s."""
+    """``local``, on its device, as this rank's shard of a tensor that is sharded like ``tensor``.
+
+    Args:
+        shape: of the whole tensor; None: ``tensor``'s.
+    """
     if not isinstance(tensor, DTensor):
         return local
-    mesh, shape = tensor.device_mesh, shape or tensor.shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return sharded_where_it_lies(local, tensor, shape or tensor.shape)
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+# `DTensor.from_local` moves what lies on the host to the mesh's device. FSDP2 makes its offloaded shards with this.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
 # No public function says which part of the global tensor a DTensor holds; DCP uses this one.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -59,6 +62,13 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def sharded_where_it_lies(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """``local``, the same memory on its device, as this rank's shard of a tensor that is sharded as ``like``."""
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def accumulated_gradients(unit: Any) -> list[Tensor]:

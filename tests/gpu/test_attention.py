@@ -45,7 +45,8 @@ def test_packed_and_windowed_attention_equals_the_dense_mask(
 
     bound = 1e-5 if dtype == torch.float32 else 1e-2
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.double() - theirs).norm() <= bound * max(theirs.norm().item(), 1.0)
+        # A query that sees one key alone has no gradient: what is there then is rounding of the gradient that came in.
+        assert (ours.double() - theirs).norm() <= bound * (theirs.norm() or grad.norm())
 
 
 def test_the_ring_benchmark_runs(world: World) -> None:

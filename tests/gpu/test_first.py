@@ -149,8 +149,9 @@ def test_recipes_with_a_second_model_run(recipe: str, tmp_path: Path) -> None:
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
 
 
-def test_a_run_goes_on_from_an_asynchronous_save_and_exports(tmp_path: Path) -> None:
-    every = ["checkpoint.async_save=true", "checkpoint.every=1"]
+@pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
+def test_a_run_goes_on_from_an_asynchronous_save_and_exports(offload: str, tmp_path: Path) -> None:
+    every = ["checkpoint.async_save=true", "checkpoint.every=1", f"fsdp.offload={offload}"]
     straight = train(tmp_path / "straight", "train.steps=3", *every)
     train(tmp_path / "resumed", *every)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from fsdp2kit.train.throughput import PhaseMemory
 from tests.host_syncs import count_host_syncs
 from tests.parallel.alone import documents_alone
 from tests.parallel.jobs import Case, Recorder, build, run_case, step
-from tests.reference import beyond, make_batches, tiny_model_dir
+from tests.reference import assert_as_exact_as_plain_bfloat16, beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 
@@ -49,21 +50,15 @@ def test_gradients_losses_and_norms_are_those_of_plain_transformers(
 ) -> None:
     batches = make_batches()
     case = Case(kind, micro=2, fsdp=(("param_dtype", dtype),), checkpointing=checkpointing)
+    plain = partial(plain_loop, folder / kind, batches, lr=case.lr, device=str(world.device))
+    exact = plain(micro_batch_size=2)
 
-    found = run_case(folder, case, batches)
+    found = errors(run_case(folder, case, batches), exact)
 
-    expected, other = (
-        plain_loop(
-            folder / kind,
-            batches,
-            micro_batch_size=size,
-            lr=case.lr,
-            dtype=getattr(torch, dtype),
-            device=str(world.device),
-        )
-        for size in (2, 1)
-    )
-    assert not beyond(errors(found, expected), errors(other, expected))
+    if dtype == "float32":
+        assert not beyond(found, errors(plain(micro_batch_size=1), exact))
+    else:
+        assert_as_exact_as_plain_bfloat16(found, errors(plain(micro_batch_size=2, dtype=torch.bfloat16), exact))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import get_constant_schedule_with_warmup
 
+from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.optim.host_state import HostState, in_batches, keep_state_on_host, largest_shard
 from tests.lagging_copies import LaggingCopies
 
@@ -88,6 +93,26 @@ def test_all_state_goes_to_the_host_and_comes_back() -> None:
         host.to_device()
         for parameter, state in zip(parameters, before, strict=True):
             assert all(torch.equal(optimizer.state[parameter][name], state[name]) for name in state)
+
+
+def test_a_shard_stays_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a mesh of CUDA devices, `DTensor.from_local` moves what lies on the host to the device."""
+    with _one_rank():
+        whole = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        monkeypatch.setattr(DeviceMesh, "device_type", property(lambda mesh: "cuda"), raising=False)
+        host = torch.zeros(4, 2)
+        shard = sharded_like(whole, host, torch.Size((4, 2)))
+    assert local_part(shard).data_ptr() == host.data_ptr()
+    assert (shard.shape, shard.stride(), shard.placements) == (host.shape, host.stride(), whole.placements)
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_copies_may_lag_until_the_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
