@@ -232,10 +232,16 @@ def write_adapter(folder: Path, kind: str, name: str) -> None:
 
 
 def add_adapter(model: Any, adapter: Path, *, quantize: str = "none") -> None:
-    """Make a plain model one that peft trains, in place; its linear layers are rounded to NF4 before, if asked for."""
+    """Make a plain model one that peft trains, in place.
+
+    If asked for, its linear layers, and experts in one tensor, each alone, are rounded to NF4 before; routers are not.
+    """
     layers = model.model.layers if quantize == "nf4" else ()
-    for module in (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)):
-        module.weight.data = nf4_rounded(module.weight)
+    for name, parameter in (pair for layer in layers for pair in layer.named_parameters()):
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            parameter.data = torch.stack([nf4_rounded(matrix) for matrix in parameter])
+        elif parameter.ndim == 2 and not name.endswith(".gate.weight"):
+            parameter.data = nf4_rounded(parameter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         PeftModel.from_pretrained(model, adapter, is_trainable=True)

@@ -19,7 +19,7 @@ from fsdp2kit.distributed import World, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
-from fsdp2kit.model.names import nf4_layers
+from fsdp2kit.model.names import build_skeleton, nf4_weights
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "tie_word_embeddings")
@@ -144,8 +144,9 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
 def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
     """Fill with random values, fast: training draws them on the host, which takes longer than the steps for 8B."""
     torch.manual_seed(seed)
-    for layer in nf4_layers(model).values():
-        layer.fill(0.02 * torch.randn(layer.out_features, layer.in_features, device=layer.nf4.device))
+    shapes, device = build_skeleton(model).state_dict(), next(model.parameters()).device
+    for name, fill in nf4_weights(model).items():
+        fill(0.02 * torch.randn(shapes[name].shape, device=device))
     for values in (local_part(p.detach()) for p in model.parameters() if p.is_floating_point()):
         _ = values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
 

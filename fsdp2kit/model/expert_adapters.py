@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights, find_experts
+from fsdp2kit.model.grouped_experts import compute_experts, multiply
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
 ALL_EXPERTS = "experts"
@@ -89,39 +90,26 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     experts = self.get_base_layer()
     if self.disable_adapters:
         return experts(hidden, index, weights)
-    pairs = index.reshape(-1)
-    order = pairs.argsort(stable=True)
-    visited = pairs[order]
-    # No count of a size that depends on values: the planner traces this without any.
-    numbers = torch.arange(experts.num_experts, device=visited.device)
-    ends = torch.searchsorted(visited, numbers, right=True, out_int32=True)
     wrappers = {wrapper.parameter_name: wrapper for wrapper in (self, self.base_layer)}
-    up, down = (wrappers[name] for name in expert_weights(experts))
-    x = _product(hidden[order // index.shape[1]], up, visited, ends)
-    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
-    result = _product(x, down, visited, ends)
-    of_pairs = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    result = result[of_pairs].view(*index.shape, -1) * weights.unsqueeze(-1)
-    return result.sum(1).to(hidden.dtype)
+
+    def product(name: str, x: Tensor, visited: Tensor, ends: Tensor) -> Tensor:
+        return multiply(experts, name, x, visited, ends) + _of_adapter(x, wrappers[name], ends)
+
+    return compute_experts(experts, hidden, index, weights, product)
 
 
-def _product(x: Tensor, wrapper: Any, visited: Tensor, ends: Tensor) -> Tensor:
-    """``[S, in]``, sorted by expert, through each row's expert and its adapter, ``[S, out]``.
+def _of_adapter(x: Tensor, wrapper: Any, ends: Tensor) -> Tensor:
+    """What an adapter adds to the products of ``[S, in]``, sorted by expert, ``[S, out]``.
 
     Args:
-        visited: each row's expert ``[S]``.
         ends: where each expert's rows end ``[E]``.
     """
-    experts = wrapper.get_base_layer()
-    weight = experts.get_parameter(wrapper.parameter_name)
-    out = F.grouped_mm(x, weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
-    if experts.has_bias:
-        out = out + experts.get_parameter(f"{wrapper.parameter_name}_bias")[visited]
-    a, b = _factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, experts.num_experts)
+    num_experts = wrapper.get_base_layer().num_experts
+    a, b = _factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, num_experts)
     missing = -a.shape[1] % _ALIGNED  # rows of zeros, which add nothing
     a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b.transpose(1, 2), (0, 0, 0, missing)).contiguous()
     low = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
-    return out + wrapper.scaling[ADAPTER] * F.grouped_mm(low, b, offs=ends)
+    return wrapper.scaling[ADAPTER] * F.grouped_mm(low, b, offs=ends)
 
 
 def _factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

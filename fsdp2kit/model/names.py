@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.nf4 import NF4Linear
 
 ADAPTER = "default"
@@ -100,7 +101,7 @@ def base_module(module: nn.Module) -> nn.Module:
 def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     """Parameters and persistent buffers by their names without adapters; two of a module that is trained whole.
 
-    A weight in 4 bits is there as it is stored; see `nf4_layers`.
+    A weight in 4 bits is there as it is stored; see `nf4_weights`.
     """
     found: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict().items():
@@ -109,10 +110,15 @@ def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-def nf4_layers(model: nn.Module) -> dict[str, NF4Linear]:
-    """The layers whose weights are stored in 4 bits, by the names of these weights without adapters."""
-    layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
-    return {base_name(name) or name: module for name, module in layers.items()}
+def nf4_weights(model: nn.Module) -> dict[str, Callable[[Any], None]]:
+    """What fills each weight that is stored in 4 bits from its values, by the weights' names without adapters."""
+    found: dict[str, Callable[[Any], None]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Linear):
+            found[f"{name}.weight"] = module.fill
+        elif isinstance(module, NF4Experts):
+            found |= {f"{name}.{weight}": partial(module.fill, weight) for weight in module.layouts}
+    return {base_name(name) or name: fill for name, fill in found.items()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -139,6 +145,9 @@ def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = 
         return made[module]
     if isinstance(module, NF4Linear):
         made[module] = module.plain()
+        return made[module]
+    if isinstance(module, NF4Experts):
+        made[module] = build_skeleton(vars(module)["original"], made)
         return made[module]
     copied: Any = object.__new__(own_class(module))
     made[module] = copied

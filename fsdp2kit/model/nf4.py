@@ -1,15 +1,17 @@
-"""Frozen linear layers whose weights are stored in 4 bits: QLoRA's NF4 (arXiv:2305.14314), as bitsandbytes has it.
+"""Frozen weights that are stored in 4 bits: QLoRA's NF4 (arXiv:2305.14314), as bitsandbytes has it; linear layers.
 
 A block is 64 consecutive elements of the flattened weight. Each is stored as the index of the nearest of 16 levels
 (quantiles of a normal distribution), and the block has one float32 scale, its largest magnitude: 36 bytes a block.
 
 A weight is one ordinary uint8 parameter, so FSDP2 shards and gathers it as any other. One of its rows holds as many of
-the weight's rows as fill whole blocks, so no mesh cuts a block.
+the weight's rows as fill whole blocks, so no mesh cuts a block. Experts in 4 bits are in `grouped_experts`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +66,58 @@ def level_pairs() -> Tensor:
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How matrices ``[E, rows, width]`` are stored, uint8 ``[E · stored_rows, bytes]``: each begins a stored row."""
+
+    matrices: int
+    rows: int
+    width: int
+
+    @property
+    def together(self) -> int:
+        """Rows of a matrix in one stored row; a matrix's last stored row is padded with zeros."""
+        return BLOCK // math.gcd(BLOCK, self.width)
+
+    @property
+    def stored_rows(self) -> int:
+        """Stored rows of one matrix."""
+        return -(-self.rows // self.together)
+
+    def parameter(self, device: torch.device) -> nn.Parameter:
+        """The frozen parameter, without values."""
+        shape = (self.matrices * self.stored_rows, self.together * self.width // BLOCK * BLOCK_BYTES)
+        return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
+
+    def unpack(self, stored: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+        """All matrices ``[E, rows, width]`` of the whole parameter; some rows at a time, which `dequantize` widens."""
+        shape = (len(stored), self.together * self.width)
+        values = torch.empty(shape, dtype=dtype, device=stored.device)
+        step = max(1, _AT_A_TIME // shape[1])
+        for part, into in zip(stored.split(step), values.split(step), strict=True):
+            into.copy_(dequantize(part, pairs, shape[1], dtype))
+        return values.view(self.matrices, -1, self.width)[:, : self.rows]
+
+    @torch.no_grad()
+    def fill(self, stored: Tensor, rows_of: Callable[[int, int, int], Tensor]) -> None:
+        """Quantise this rank's share of the parameter, some rows at a time.
+
+        Args:
+            rows_of: from a matrix's number, its first row that is wanted and the one after the last, to these rows
+                ``[n, width]``, of any floating-point dtype.
+        """
+        local, start = local_part(stored), local_slices(stored)[0].start
+        step, done = max(1, _AT_A_TIME // (self.together * self.width)), 0
+        while done < len(local):
+            matrix, row = divmod(start + done, self.stored_rows)
+            count = min(step, len(local) - done, self.stored_rows - row)
+            first, last = row * self.together, (row + count) * self.together
+            rows = rows_of(matrix, first, min(last, self.rows)).to(local.device)
+            whole = F.pad(rows, (0, 0, 0, last - first - len(rows)))
+            local[done : done + count].copy_(quantize(whole.view(count, -1)))
+            done += count
+
+
 class NF4Linear(nn.Module):
     """A linear layer with a frozen weight in 4 bits, which is dequantised at each use and not kept."""
 
@@ -77,11 +131,8 @@ class NF4Linear(nn.Module):
         """
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
-        self.rows = BLOCK // math.gcd(BLOCK, linear.in_features)
-        """Rows of the weight in one stored row; the last stored row is padded with zeros."""
-        shape = (-(-linear.out_features // self.rows), self.rows * linear.in_features // BLOCK * BLOCK_BYTES)
-        stored = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
-        self.nf4 = nn.Parameter(stored, requires_grad=False)
+        self.layout = Layout(1, linear.out_features, linear.in_features)
+        self.nf4 = self.layout.parameter(linear.weight.device)
         self.bias = linear.bias
         self.register_buffer("pairs", level_pairs(), persistent=False)
 
@@ -98,20 +149,13 @@ class NF4Linear(nn.Module):
         """``x @ weightᵀ + bias``."""
         return _Linear.apply(x, self.nf4, self.pairs, self.bias, self.in_features, self.out_features)
 
-    @torch.no_grad()
     def fill(self, weight: Any) -> None:
-        """Quantise this rank's rows of a weight, some at a time.
+        """Quantise this rank's rows of a weight.
 
         Args:
             weight: sliceable, ``[out, in]``, of any floating-point dtype.
         """
-        local, start = local_part(self.nf4), local_slices(self.nf4)[0].start
-        step = max(1, _AT_A_TIME // (self.rows * self.in_features))
-        for first in range(0, len(local), step):
-            part, at = local[first : first + step], (start + first) * self.rows
-            rows = weight[at : at + len(part) * self.rows].to(local.device)
-            missing = len(part) * self.rows - len(rows)
-            part.copy_(quantize(F.pad(rows, (0, 0, 0, missing)).view(len(part), -1)))
+        self.layout.fill(self.nf4, lambda _, first, last: weight[first:last])
 
     def plain(self) -> nn.Linear:
         """The layer as it was, on meta."""

@@ -41,7 +41,7 @@ from fsdp2kit.model.names import (
     build_skeleton,
     find_sources,
     is_of_adapter,
-    nf4_layers,
+    nf4_weights,
     tied_names,
     whole_of,
 )
@@ -70,7 +70,7 @@ def load_pretrained(
         raise UserError("load_pretrained", "the model comes from a config alone", "give a directory, or initialize it")
     directory = Path(directory)
     targets = base_tensors(model)  # they share storage with the parameters and buffers
-    quantized = nf4_layers(model)
+    quantized = nf4_weights(model)
     skeleton = build_skeleton(model)  # conversions look names up in it
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     grown, new = grown_tensors(model)
@@ -85,7 +85,7 @@ def load_pretrained(
                 try:
                     for target in targets[name]:
                         if name in quantized:
-                            quantized[name].fill(value)
+                            quantized[name](value)
                         elif stored is None:
                             _copy_part(target, value)
                         else:
@@ -276,7 +276,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     # skeleton on meta instead of the sharded model. Its parts are made real in turn, whole, on the CPU, and every rank
     # copies its shards. A part is a module's own tensors if no other call changes them, otherwise the smallest module
     # that holds everything its calls change.
-    skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
+    skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_weights(model)
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
     for name, recurse in _parts(skeleton, calls):
@@ -296,7 +296,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
                 what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
                 raise UserError("model.weights", what, "start from a checkpoint of this architecture")
             if key in quantized:
-                quantized[key].fill(values[key])
+                quantized[key](values[key])
                 continue
             for target in targets[key]:
                 _copy_part(target, values[key])
@@ -353,7 +353,7 @@ def _row_lengths(layer: Any) -> Tensor:
     packs = isinstance(layer, NF4Linear)
     stored = layer.nf4 if packs else layer.weight
     local = local_part(stored)
-    rows, together = (layer.unpack(local), layer.rows) if packs else (local, 1)
+    rows, together = (layer.unpack(local), layer.layout.together) if packs else (local, 1)
     lengths = torch.linalg.norm(rows.float(), dim=1).view(len(local), together)
     found: Any = sharded_like(stored, lengths, torch.Size((len(stored), together)))
     whole = found.full_tensor() if isinstance(found, DTensor) else found

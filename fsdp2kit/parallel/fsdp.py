@@ -55,6 +55,7 @@ def plan_units(
     traits: Traits | None = None,
     experts: ExpertPlan | None = None,
     ranks: int = 1,
+    in_4_bits: Collection[nn.Parameter] = (),
 ) -> tuple[Unit, ...]:
     """The units of ``model`` in the order of their declaration, first the root, which has all other parameters.
 
@@ -71,6 +72,7 @@ def plan_units(
         experts: those that are dealt out; each of its modules becomes a unit.
         ranks: that a parameter is sharded over. Experts in one tensor that are fewer are sharded over a side of their
             matrices that ``ranks`` divides, if there is one; by rows, some ranks would hold nothing but padding.
+        in_4_bits: weights that will be stored so: always sharded by rows, of which they have many.
     """
     traits = traits or inspect_model(model)
     ignored, head = ignored_modules(section, model), model.get_output_embeddings()
@@ -106,15 +108,19 @@ def plan_units(
             count = inside[name] // experts.ranks if experts and name in dealt_out else inside[name]
             unit = Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out)
             units.append(unit)
-    return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks) for unit in units)
+    by_rows = set(in_4_bits)
+    return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks, by_rows=by_rows) for unit in units)
 
 
-def _with_sides(unit: Unit, owned: Sequence[str], model: nn.Module, *, ranks: int) -> Unit:
+def _with_sides(
+    unit: Unit, owned: Sequence[str], model: nn.Module, *, ranks: int, by_rows: Collection[nn.Parameter]
+) -> Unit:
     """``unit``, which owns these parameters, with those of them that are not sharded by rows."""
     if unit.experts:
         return unit
-    sides = (name for name in owned if _has_more_ranks_than_experts(model.get_parameter(name), ranks))
-    return replace(unit, by_side=tuple(sides))
+    parameters = {name: model.get_parameter(name) for name in owned}
+    sides = [name for name, one in parameters.items() if _has_more_ranks_than_experts(one, ranks)]
+    return replace(unit, by_side=tuple(name for name in sides if parameters[name] not in by_rows))
 
 
 def _has_more_ranks_than_experts(parameter: nn.Parameter, ranks: int) -> bool:

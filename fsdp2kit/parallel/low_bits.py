@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError, importing, nearest
 from fsdp2kit.model.build import decoder_layers, tied_names
+from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights
+from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.names import base_name
-from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Linear
+from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, Layout, NF4Linear
 from fsdp2kit.parallel.fsdp import stays_in_float32
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
@@ -81,9 +83,22 @@ class NF4Plan(LayerChoice):
 
     dtype: str
     """The dtype in which they compute."""
+    experts: tuple[str, ...]
+    """Names of the modules of experts that are stored so, too."""
+
+    def layouts(self, model: nn.Module) -> dict[nn.Parameter, Layout]:
+        """How each weight of a model that is not quantised yet will be stored."""
+        linear = (model.get_submodule(name).get_parameter("weight") for name in self.names)
+        found = {weight: Layout(1, *weight.shape) for weight in linear}
+        for experts in map(model.get_submodule, self.experts):
+            weights = map(experts.get_parameter, expert_weights(experts))
+            found |= {weight: Layout(*weight.shape) for weight in weights}
+        return found
 
     def __str__(self) -> str:
-        what = f"nf4: {len(self.names)} linear layers of the decoder layers ({self.share:.0%} of all parameters)"
+        what = f"nf4: {len(self.names)} linear layers of the decoder layers"
+        what += f" and the experts of {len(self.experts)} of these" if self.experts else ""
+        what += f" ({self.share:.0%} of all parameters)"
         bits = 8 * BLOCK_BYTES / BLOCK
         return f"{what} are stored in {bits} bits a parameter; left out: {self.describe_left_out()}"
 
@@ -132,9 +147,16 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
         what = f"'nf4', but FSDP2 of torch {torch.__version__} shards no integers"
         raise UserError(key, what, "install torch 2.12 or newer, or leave it out")
     inside = _inside_layers(model)
-    if fused := _fused_experts(inside):
-        what = f"'nf4', but {kind} has experts in one tensor ({fused[0]}, …), which cannot be in 4 bits"
+    experts = _frozen_experts(inside)
+    if fused := sorted(set(_fused_experts(inside)) - experts.keys()):
+        what = (
+            f"'nf4', but {kind} has several matrices in one tensor ({fused[0]}, …), and computes them in its own way"
+        )
         raise UserError(key, what, todo)
+    if experts and config.compile.enabled:
+        raise UserError(
+            "compile.enabled", "true with experts in 4 bits, which torch.compile cannot trace", "set it to false"
+        )
     linear = {name: layer for name, layer in _linear(inside).items() if not layer.weight.requires_grad}
 
     def reasons(name: str, layer: nn.Linear) -> dict[str, bool]:
@@ -144,7 +166,21 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
     if not choice.names:
         what = f"'nf4', but no linear layer of {kind} can be in 4 bits ({choice.describe_left_out()})"
         raise UserError(key, what, todo)
-    return NF4Plan(**vars(choice), dtype=config.fsdp.param_dtype)
+    weights = sum(module.get_parameter(name).numel() for module in experts.values() for name in expert_weights(module))
+    share = choice.share + weights / sum(p.numel() for p in model.parameters())
+    return NF4Plan(choice.names, share, choice.left_out, dtype=config.fsdp.param_dtype, experts=tuple(experts))
+
+
+def _frozen_experts(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The experts that are two weights and their biases, none of which is trained; no copy of which is."""
+    return {
+        name: module
+        for name, module in modules.items()
+        if are_experts(module)
+        and ".original_module" not in f".{name}"
+        and {own for own, _ in module.named_parameters()} == set(expert_parameters(module))
+        and not any(parameter.requires_grad for parameter in module.parameters())
+    }
 
 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
@@ -156,11 +192,14 @@ def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
 
 
 def apply_nf4(plan: NF4Plan, model: PreTrainedModel) -> None:
-    """Replace the planned layers of a meta model, in place."""
-    for name in plan.names:
+    """Replace the planned layers and experts of a meta model, in place; names that it lacks are passed over."""
+    there: dict[str, Any] = dict(model.named_modules())
+    dtype = getattr(torch, plan.dtype)
+    made = {name: NF4Linear(there[name], dtype) for name in plan.names if name in there}
+    made |= {name: NF4Experts(there[name]) for name in plan.experts if name in there}
+    for name, module in made.items():
         owner, _, attribute = name.rpartition(".")
-        layer = NF4Linear(model.get_submodule(name), getattr(torch, plan.dtype))  # pyright: ignore[reportArgumentType]
-        setattr(model.get_submodule(owner), attribute, layer)
+        setattr(there[owner], attribute, module)
 
 
 def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -198,6 +198,8 @@ def plan_parallel(
         layers = set(decoder_layers(model))
         # Weights travel to an engine in rows.
         ranks = 1 if config.needs(config).engine is not None else shard_ranks(config.fsdp, sizes)
+        nf4 = plan_nf4(config, model, traits=traits)
+        in_4_bits = nf4.layouts(model) if nf4 else {}
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
@@ -205,9 +207,9 @@ def plan_parallel(
             attention=attention,
             own_head=not traits.linear_head,
             experts=experts,
-            units=plan_units(config.fsdp, model, traits=traits, experts=experts, ranks=ranks),
+            units=plan_units(config.fsdp, model, traits=traits, experts=experts, ranks=ranks, in_4_bits=in_4_bits),
             float8=plan_float8(config, model, traits=traits, device=device),
-            nf4=plan_nf4(config, model, traits=traits),
+            nf4=nf4,
             ledger=_ledger(config, model, replicas=sizes.world_size // shard_ranks(config.fsdp, sizes)),
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -360,6 +362,7 @@ def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSiz
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
         ("mesh.ep with adapters on experts", adapter is not None and adapter.experts, "leave the experts out"),
+        ('mesh.ep with lora.quantize = "nf4"', config.lora.quantize == "nf4", "leave lora.quantize out"),
         ("mesh.ep with adapters and rollouts", adapter is not None and has_engine, "train without adapters"),
     ]
     for where, is_wanted, todo in untried:

@@ -185,8 +185,7 @@ def _make_ready(
     small.to(dtype)
     cast_model(small, dtype)  # some of it stays in float32
     if plan.nf4 is not None:
-        there = dict(small.named_modules())
-        apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
+        apply_nf4(plan.nf4, small)
     if plan.experts is not None:
         deal_out_on_one_rank(small, plan)
     path = plan.attention

@@ -15,7 +15,6 @@ from fsdp2kit.config.facts import Engine
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
-from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.optim.build import state_sizes, update_bytes
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, parameters_by_unit
@@ -118,10 +117,9 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     units, kept = [unit.name for unit in plan.units], {name: unit.name for unit in plan.units for name in unit.kept}
     inside = parameters_by_unit(model, units, ignored=ignored_modules(plan.fsdp, model), kept=kept)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    in_4_bits = {}  # bytes of parameters that are stored and gathered so
-    for layer in map(model.get_submodule, plan.nf4.names if plan.nf4 is not None else ()):
-        assert isinstance(layer, nn.Linear), "those are the layers that `plan_nf4` chooses"
-        in_4_bits[layer.weight] = padded_elements(NF4Linear(layer, layer.weight.dtype).nf4, ranks)
+    layouts = {} if plan.nf4 is None else plan.nf4.layouts(model)
+    # Bytes of parameters that are stored and gathered so.
+    in_4_bits = {one: padded_elements(layout.parameter(one.device), ranks) for one, layout in layouts.items()}
     sizes = []
     for unit in plan.units:
         item, shards = item_bytes(unit.param_dtype), ranks // plan.sizes.ep if unit.experts else ranks

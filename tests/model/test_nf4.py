@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp2kit.model.experts import expert_weights, find_experts
+from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
 from fsdp2kit.planner.allocations import Allocations, by_category
-from tests.reference import needs_torchao, nf4_rounded
+from tests.reference import needs_torchao, nf4_rounded, tiny_model
 
 
 def weight_like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,7 +43,7 @@ def test_a_dequantised_weight_is_nf4(shape: tuple[int, int], dtype: torch.dtype)
     assert torch.allclose(layer.weight, want, rtol=1e-6, atol=0)
     assert filled(weight, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
     blocks = -(-weight.numel() // 64)
-    per_row = layer.rows * shape[1] // 64
+    per_row = layer.layout.together * shape[1] // 64
     assert layer.nf4.nbytes == -(-blocks // per_row) * per_row * BLOCK_BYTES, "36 bytes a block, in whole rows"
 
 
@@ -84,6 +87,35 @@ def test_it_computes_as_a_plain_layer_with_that_weight(dtype: torch.dtype, compi
     for one, other in ((ours, theirs), (x.grad, y.grad)):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
     assert layer.nf4.grad is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_experts_compute_as_plain_ones_with_those_weights(kind: str) -> None:
+    """Each expert's matrix is rounded alone, also where its rows do not fill the last block."""
+    torch.manual_seed(0)
+    plain: Any = next(iter(find_experts(tiny_model(kind)).values()))
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    stored = NF4Experts(copy.deepcopy(plain))
+    for name in expert_weights(plain):
+        weight = plain.get_parameter(name)
+        stored.fill(name, weight.detach())
+        weight.data = torch.stack([nf4_rounded(matrix) for matrix in weight])
+    hidden_size = plain.down_proj.shape[2 if plain.is_transposed else 1]
+    states, weights = torch.randn(40, hidden_size), torch.rand(40, 2)
+    index = torch.rand(40, plain.num_experts - 1).topk(2).indices  # the last expert is idle
+    inputs = [[x.clone().requires_grad_() for x in (states, weights)] for _ in range(2)]
+
+    ours, theirs = (
+        module(hidden, index, of_pairs) for module, (hidden, of_pairs) in zip((stored, plain), inputs, strict=True)
+    )
+
+    slope = torch.randn_like(ours)
+    found, expected = torch.autograd.grad(ours, inputs[0], slope), torch.autograd.grad(theirs, inputs[1], slope)
+    for one, other in zip((ours, *found), (theirs, *expected), strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+    packed = [parameter.nbytes for parameter in stored.parameters() if parameter.dtype == torch.uint8]
+    assert sum(packed) < 0.2 * sum(plain.get_parameter(name).nbytes for name in expert_weights(plain))
 
 
 def test_no_weight_is_kept_for_backward() -> None:

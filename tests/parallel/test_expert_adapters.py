@@ -26,6 +26,7 @@ from tests.reference import (
     demo_model_dir,
     full,
     make_batches,
+    needs_integers,
     plain_batches,
     slow,
     tiny_model_dir,
@@ -48,6 +49,11 @@ FULL = [
     Case("qwen3_moe", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, adapter="dora", checkpointing="full"),
     Case("qwen3_moe", 2, 1, 1, ep=2, adapter="saved"),
 ]
+QUANTIZED = [
+    Case("qwen3_moe", 2, 2, 1, HYBRID, dp_replicate=2, adapter="experts", quantize="nf4", checkpointing="selective"),
+    Case("qwen3_moe", 1, 2, 2, adapter="lora", quantize="nf4", pack=False),
+    Case("mixtral", 4, 1, 1, adapter="experts", quantize="nf4", checkpointing="full"),
+]
 SLOW = [
     Case("qwen3_moe", 2, 1, 2, ep=2, adapter="lora"),
     Case("qwen3_moe", 1, 2, 1, adapter="experts"),
@@ -69,7 +75,10 @@ def write_expert_adapter(folder: Path, kind: str) -> None:
         model.save_pretrained(str(folder / f"{kind}-experts"))
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *map(full, FULL), *map(slow, SLOW)], ids=str)
+QLORA = [pytest.param(case, marks=[pytest.mark.full, needs_integers]) for case in QUANTIZED]
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *QLORA, *map(full, FULL), *map(slow, SLOW)], ids=str)
 def test_training_equals_pefts(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     """Gradients of every factor, and five steps with clipping, against transformers and peft in one process."""
     tiny_model_dir(case.kind, tmp_path)
@@ -80,7 +89,7 @@ def test_training_equals_pefts(case: Case, pool: WorkerPool, tmp_path: Path) -> 
     trained: list[str] = []
 
     def prepare(model: Any) -> None:
-        add_adapter(model, tmp_path / f"{case.kind}-{case.adapter}")
+        add_adapter(model, tmp_path / f"{case.kind}-{case.adapter}", quantize=case.quantize)
         trained.extend(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
     batches = make_batches() if case.pack else plain_batches()
@@ -101,13 +110,18 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(demo_model_dir(tmp_path_factory.mktemp("moe"), kind="qwen3_moe"), lr=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", [full("adamw"), slow("adamw_bf16"), slow("muon")])
+QLORA_RUN = pytest.param("adamw", "nf4", marks=[pytest.mark.full, needs_integers])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "quantize"), [full("adamw", "none"), QLORA_RUN, slow("adamw_bf16", "none"), slow("muon", "none")]
+)
 def test_a_run_resumes_on_other_meshes_and_is_exported(
-    optimizer: str, pool: WorkerPool, toml: Path, tmp_path: Path
+    optimizer: str, quantize: str, pool: WorkerPool, toml: Path, tmp_path: Path
 ) -> None:
     """The adapter as peft loads it, and the merged model, have the logits of the last checkpoint."""
     run, options = runner(pool, toml), ["lora.rank=4", "lora.target_modules=['q_proj', 'experts']"]
-    options.append(f"optimizer.name={optimizer}")
+    options += [f"optimizer.name={optimizer}", f"lora.quantize={quantize}"]
     straight = tmp_path / "straight"
     run(straight, 2, *options)
     assert losses(straight)[-1] < losses(straight)[0] - 0.1
@@ -160,7 +174,14 @@ def test_they_are_planned(toml: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         ({"mesh": {"ep": 2}}, r"^mesh.ep with adapters on experts: is not supported; leave the experts out"),
         ({"compile": {"enabled": True}}, r"^compile.enabled: true with adapters on experts in one tensor"),
-        ({"lora": {"quantize": "nf4"}}, r"^lora.quantize: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor"),
+        (
+            {"lora": {"quantize": "nf4", "target_modules": ["q_proj"]}, "mesh": {"ep": 2}},
+            r'^mesh.ep with lora.quantize = "nf4": is not supported; leave lora.quantize out, or use mesh.ep = 1',
+        ),
+        (
+            {"lora": {"quantize": "nf4", "target_modules": ["q_proj"]}, "compile": {"enabled": True}},
+            r"^compile.enabled: true with experts in 4 bits",
+        ),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from fsdp2kit import distributed
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.names import base_name, nf4_layers
+from fsdp2kit.model.names import base_name, base_tensors
 from fsdp2kit.model.nf4 import dequantize, level_pairs
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -198,8 +198,9 @@ def stored(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
     config = case.config(folder, steps=1, rows=4)
     section = config.model.model_copy(update={"weights": weights})
     model = Sharded(config.model_copy(update={"model": section}), world=distributed.start()).model
-    packed = {name: layer.nf4 for name, layer in nf4_layers(model).items()}
-    found = packed or {base_name(name) or "": parameter for name, parameter in model.named_parameters()}
+    found = {name: tensor for name, (tensor, *_) in base_tensors(model).items()}
+    if case.quantize == "nf4":
+        found = {name: tensor for name, tensor in found.items() if tensor.dtype == torch.uint8}
     return {name: whole(values.detach()).clone() for name, values in found.items()}
 
 
