@@ -32,7 +32,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by alpha / √rank (arXiv:2312.03732), which keeps high ranks from learning slowly."""
     quantize: Literal["none", "nf4"] = "none"
-    """"nf4" (QLoRA): the frozen linear layers of decoder layers are stored in
+    """"nf4" (QLoRA): the frozen linear layers and experts of decoder layers are stored in
     4.5 bits a parameter, and quantised as they are read. "none": the frozen model is stored in `fsdp.param_dtype`."""
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353); slower."""

@@ -75,11 +75,10 @@ def plan_units(
         in_4_bits: weights that will be stored so: always sharded by rows, of which they have many.
     """
     traits = traits or inspect_model(model)
-    ignored, head = ignored_modules(section, model), model.get_output_embeddings()
+    ignored, head = set(ignored_modules(section, model)), model.get_output_embeddings()
     named, chosen = _choose(section, model, traits)
     dealt_out = set(experts.modules if experts else ())
-    chosen |= dealt_out
-    chosen -= set(ignored)
+    chosen = (chosen | dealt_out) - ignored
     kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
         kind = type(model.get_submodule(backbone)).__name__
@@ -106,10 +105,8 @@ def plan_units(
             units.append(Unit(name, type(module).__name__, inside[name], dtype, None, False))
         else:
             count = inside[name] // experts.ranks if experts and name in dealt_out else inside[name]
-            unit = Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out)
-            units.append(unit)
-    by_rows = set(in_4_bits)
-    return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks, by_rows=by_rows) for unit in units)
+            units.append(Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out))
+    return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks, by_rows=in_4_bits) for unit in units)
 
 
 def _with_sides(

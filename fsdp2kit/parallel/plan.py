@@ -193,7 +193,6 @@ def plan_parallel(
         _check_packing(model, config, traits=traits)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         _check_packing(model, config, traits=traits, attention=attention)
-        check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or sizes.cp > 1)
         experts = _plan_experts(model, config, sizes)
         layers = set(decoder_layers(model))
         # Weights travel to an engine in rows.
@@ -259,6 +258,7 @@ def _check_model(
         raise UserError(key, what, todo)
     check_balance(config.moe, model, traits)
     check_rope(model.config, seq_len=config.data.seq_len)
+    check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or config.mesh.cp > 1)
     check_positions(model, traits, seq_len=config.data.seq_len)
     if (whole := whole_of(model)) is not None:
         traits.once("whole", lambda twin: check_same_logits(whole, twin))

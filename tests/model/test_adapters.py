@@ -145,12 +145,12 @@ def test_dropout_is_the_sections_also_of_an_adapter_that_is_trained_further(tmp_
     ("model", "says"),
     [
         (
-            "qwen3_moe",
-            "lora.quantize: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor (model.layers.0.mlp.experts,",
+            "llama4",
+            "lora.quantize: 'nf4', but Llama4ForCausalLM has several matrices in one tensor (model.layers.1.",
         ),
         (GPT2, "lora.quantize: 'nf4', but no linear layer of GPT2LMHeadModel can be in 4 bits (none); leave it out"),
     ],
-    ids=["fused experts", "Conv1D"],
+    ids=["experts of its own", "Conv1D"],
 )
 def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Path) -> None:
     section, lora = section_of(model, tmp_path), LoraSection(rank=4, quantize="nf4")

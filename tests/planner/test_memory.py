@@ -153,7 +153,11 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         8,
         {"data": {"seq_len": 1024}, **lora(quantize="nf4"), **checkpointing("full"), "rows": 16},
     ),
-    "nf4, experts": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **lora(quantize="nf4"), **checkpointing("full")}),
+    "nf4, experts": (
+        small(QWEN3_30B, layers=3, by=4),
+        8,
+        {**EXPERTS, **lora(quantize="nf4"), **checkpointing("none")},
+    ),
     "lora, tied, full, accumulated": (
         small(REAL["llama1b"], layers=4),
         4,
