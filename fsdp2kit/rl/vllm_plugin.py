@@ -9,7 +9,9 @@ nothing else of this package.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from safetensors import safe_open
@@ -44,12 +46,25 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unprepared: dict[Any, Any] = {}
+        """While weights come: by layer its experts, without those that vLLM has prepared for its kernel."""
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
         """All weights follow, layer by layer."""
         initialize_layerwise_reload(self.model)
+        self._unprepared = dict(_experts(self.model))
+        for experts in self._unprepared.values():
+            vars(experts)["process_weights_after_loading"] = partial(self._prepare, experts)
+
+    def _prepare(self, experts: Any, layer: Any) -> None:
+        """What vLLM calls when a layer's experts have come, if it does."""
+        self._unprepared.pop(layer, None)
+        type(experts).process_weights_after_loading(experts, layer)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a bucket; vLLM's own method would also wait for a device."""
@@ -63,6 +78,11 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """All weights have come."""
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer, experts in _experts(self.model):
+            vars(experts).pop("process_weights_after_loading", None)
+            # vLLM 0.32 packs experts for a CPU when they come first, and computes with unpacked ones after an update.
+            if self._unprepared.get(layer) is experts:
+                experts.process_weights_after_loading(layer)
         for module in self.model.modules():
             # A tied head shares the embedding's weight, but on a CPU it computes with a packed copy, now an old one.
             if isinstance(module, ParallelLMHead):
@@ -70,6 +90,14 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _experts(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers that hold a mixture's experts, and what computes these."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(layer, "w13_weight"):
+            yield layer, kernel.fused_experts
 
 
 def register() -> None:
