@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights, find_experts
+from fsdp2kit.model.experts import are_experts, expert_weights, find_experts, unlike_experts
 from fsdp2kit.model.grouped_experts import compute_experts, multiply
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
@@ -45,7 +45,7 @@ def target_parameters(model: nn.Module) -> list[str]:
     found: dict[str, None] = {}
     key = "lora.target_modules"
     for name, module in find_experts(model).items():
-        if {inside for inside, _ in module.named_parameters()} != set(expert_parameters(module)):
+        if unlike_experts(module):
             what = f"{name} is a {type(module).__name__}, which is more than two weights and biases"
             raise UserError(key, what, "leave the experts out")
         found |= dict.fromkeys(f"{name.rpartition('.')[2]}.{weight}" for weight in expert_weights(module))

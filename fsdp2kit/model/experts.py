@@ -38,6 +38,13 @@ def expert_parameters(experts: Any) -> list[str]:
     return [name for weight in expert_weights(experts) for name in (weight, f"{weight}_bias")[: 1 + experts.has_bias]]
 
 
+def unlike_experts(experts: Any) -> list[str]:
+    """What makes them more, or less, than two weights and their biases: names of parameters, or a norm."""
+    known, found = set(expert_parameters(experts)), {name for name, _ in experts.named_parameters()}
+    norm = ["a norm"] if getattr(experts, "has_post_expert_norm", False) else []
+    return sorted(found ^ known) or norm
+
+
 def is_mixture(config: PreTrainedConfig) -> bool:
     """Whether a model's config names experts, and a token visits only some."""
     return (expert_count(config.get_text_config()) or 1) > 1

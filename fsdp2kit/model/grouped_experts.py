@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2kit.model.experts import expert_parameters, expert_weights
-from fsdp2kit.model.nf4 import Layout, level_pairs
+from fsdp2kit.model.nf4 import NF4Layout, level_pairs
 
 Product = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """From a weight's name, vectors ``[S, in]`` sorted by expert, each one's expert ``[S]``, and where each expert's
@@ -65,12 +65,12 @@ class NF4Experts(nn.Module):
     pairs: Tensor
 
     def __init__(self, experts: Any) -> None:
-        """Of the sizes and device of ``experts``, whose biases it takes; `fill` gives the weights their values."""
+        """Take the sizes, device and biases of ``experts``; its weights are lost, and `fill` gives them values."""
         super().__init__()
         self.num_experts, self.has_gate, self.has_bias = experts.num_experts, experts.has_gate, experts.has_bias
         self.is_transposed = experts.is_transposed
         plain = dict(experts.named_parameters(recurse=False))
-        self.layouts = {name: Layout(*plain[name].shape) for name in expert_weights(experts)}
+        self.layouts = {name: NF4Layout.of(plain[name]) for name in expert_weights(experts)}
         for name in expert_parameters(experts):
             layout = self.layouts.get(name)
             self.register_parameter(name, plain[name] if layout is None else layout.parameter(plain[name].device))
@@ -105,7 +105,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, ends: Tensor, layout: Layout, is_transposed: bool
+        ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, ends: Tensor, layout: NF4Layout, is_transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(stored, pairs, ends)
         ctx.layout, ctx.is_transposed = layout, is_transposed

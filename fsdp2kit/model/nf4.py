@@ -67,12 +67,17 @@ def level_pairs() -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class NF4Layout:
     """How matrices ``[E, rows, width]`` are stored, uint8 ``[E · stored_rows, bytes]``: each begins a stored row."""
 
     matrices: int
     rows: int
     width: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> NF4Layout:
+        """That of one matrix ``[rows, width]``, or of several ``[E, rows, width]``."""
+        return cls(math.prod(weight.shape[:-2]), *weight.shape[-2:])
 
     @property
     def together(self) -> int:
@@ -131,7 +136,7 @@ class NF4Linear(nn.Module):
         """
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
-        self.layout = Layout(1, linear.out_features, linear.in_features)
+        self.layout = NF4Layout.of(linear.weight)
         self.nf4 = self.layout.parameter(linear.weight.device)
         self.bias = linear.bias
         self.register_buffer("pairs", level_pairs(), persistent=False)

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError, importing, nearest
 from fsdp2kit.model.build import decoder_layers, tied_names
-from fsdp2kit.model.experts import are_experts, expert_parameters, expert_weights
+from fsdp2kit.model.experts import are_experts, expert_weights, unlike_experts
 from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.names import base_name
-from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, Layout, NF4Linear
+from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Layout, NF4Linear
 from fsdp2kit.parallel.fsdp import stays_in_float32
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
@@ -86,14 +86,12 @@ class NF4Plan(LayerChoice):
     experts: tuple[str, ...]
     """Names of the modules of experts that are stored so, too."""
 
-    def layouts(self, model: nn.Module) -> dict[nn.Parameter, Layout]:
+    def layouts(self, model: nn.Module) -> dict[nn.Parameter, NF4Layout]:
         """How each weight of a model that is not quantised yet will be stored."""
-        linear = (model.get_submodule(name).get_parameter("weight") for name in self.names)
-        found = {weight: Layout(1, *weight.shape) for weight in linear}
+        weights = [model.get_submodule(name).get_parameter("weight") for name in self.names]
         for experts in map(model.get_submodule, self.experts):
-            weights = map(experts.get_parameter, expert_weights(experts))
-            found |= {weight: Layout(*weight.shape) for weight in weights}
-        return found
+            weights += map(experts.get_parameter, expert_weights(experts))
+        return {weight: NF4Layout.of(weight) for weight in weights}
 
     def __str__(self) -> str:
         what = f"nf4: {len(self.names)} linear layers of the decoder layers"
@@ -172,13 +170,13 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
 
 
 def _frozen_experts(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """The experts that are two weights and their biases, none of which is trained; no copy of which is."""
+    """Experts that have two weights and their biases alone, all frozen, and no copy that is trained."""
     return {
         name: module
         for name, module in modules.items()
         if are_experts(module)
         and ".original_module" not in f".{name}"
-        and {own for own, _ in module.named_parameters()} == set(expert_parameters(module))
+        and not unlike_experts(module)
         and not any(parameter.requires_grad for parameter in module.parameters())
     }
 

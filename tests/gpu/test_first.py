@@ -26,7 +26,8 @@ ON_CUDA = torch.cuda.is_available()
 TOMLS = ROOT / "toml"
 EXPERTS = ["num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=64"]
 MIXTURE = ["model.config.model_type=qwen3_moe", *(f"model.config.{each}" for each in EXPERTS)]
-HYBRID = ["model_type=qwen3_5_text", 'layer_types=["linear_attention", "full_attention"]', "num_hidden_layers=2"]
+LAYERS = ['layer_types=["linear_attention", "full_attention"]', "num_hidden_layers=2"]
+HYBRID = ["model.config.model_type=qwen3_5_text", *(f"model.config.{each}" for each in LAYERS)]
 SMALL = ["train.steps=2", "train.global_batch_size=2", "data.seq_len=256", "run.timeout_minutes=2"]
 
 # By worth: what most runs take comes first, what takes long to compile last. Overrides, and packages that they need.
@@ -36,7 +37,7 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "transformers' attention": (["model.attention=sdpa"], []),
     "a sliding window": (["model.config.model_type=mistral", "model.config.sliding_window=64"], []),
     "attention sinks": (["model.config.model_type=granite_swa", "model.config.sliding_window=64"], []),
-    "a layer that carries a state": ([f"model.config.{each}" for each in HYBRID], []),
+    "a layer that carries a state": (HYBRID, []),
     "a mixture": (MIXTURE, []),
     "a mixture balanced by a loss": (
         [*MIXTURE, "moe.balance=aux", "moe.aux_weight=0.01", "activation_checkpointing.mode=full"],

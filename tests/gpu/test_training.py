@@ -235,7 +235,6 @@ import hashlib, json, sys
 from pathlib import Path
 from fsdp2kit import distributed
 distributed.start(deterministic=True)  # before CUDA starts: cuBLAS reads its settings then
-from tests.parallel.alone import documents_alone
 from tests.parallel.jobs import Case, run_case
 from tests.reference import make_batches
 case = Case("smollm2", micro=2, fsdp=(("param_dtype", "bfloat16"),), checkpointing=True)

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.experts import expert_parameters, find_experts
+from fsdp2kit.model.experts import expert_parameters, find_experts, unlike_experts
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 
@@ -58,9 +58,8 @@ def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
 
 
 def _check(name: str, module: Any, sizes: MeshSizes) -> None:
-    known, found = set(expert_parameters(module)), {key for key, _ in module.named_parameters()}
-    if getattr(module, "has_post_expert_norm", False) or found != known:
-        what = f"{sizes.ep}, but {type(module).__name__} ({name}) has {', '.join(sorted(found ^ known)) or 'a norm'}"
+    if unlike := unlike_experts(module):
+        what = f"{sizes.ep}, but {type(module).__name__} ({name}) has {', '.join(unlike)}"
         raise UserError("mesh.ep", what, "use 1: such experts are not dealt out")
     held = shares(module.num_experts, sizes.ep)
     if 0 in held:
