@@ -8,6 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
+from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
@@ -54,7 +55,7 @@ def check_offline(
     lines = [*layout.draw(), *lines, *layout.warnings()]
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
-    if data.format != "prompts":  # how long responses are is not known
+    if data.format not in ASKED:  # how long responses are is not known
         lines.append(
             f"a step: {counted(train.global_batch_size, 'pack')} of {data.seq_len:,} tokens, in "
             f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "

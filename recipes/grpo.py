@@ -18,6 +18,7 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
+from fsdp2kit.rl.conversations import Conversations, check_environment
 from fsdp2kit.rl.generation import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts, check_rewards
 from fsdp2kit.rl.rewards import Rewards
@@ -30,9 +31,10 @@ class Config(RLConfig):
     """Reinforcement learning from rewards."""
 
     def offline(self, config: Any, *, model: Any, plan: Any, missing: Any) -> dict[str, str | None]:
-        """What ``--check`` says of the reward functions."""
+        """What ``--check`` says of the reward functions and the environment."""
         found = super().offline(config, model=model, plan=plan, missing=missing)
-        return {**found, "reward": check_rewards(self, missing=missing)}
+        found |= check_environment(self, missing=missing)
+        return {**found, **check_rewards(self, missing=missing)}
 
 
 def main(config: Config) -> None:
@@ -45,6 +47,7 @@ def main(config: Config) -> None:
         memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         prompts = build_prompts(config, tokenizer=tokenizer)
         rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
+        conversations = job.closing.enter_context(Conversations(config, tokenizer))
         engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
         job.open_run_dir(dtypes=plan.ledger)
         rest_until_asked(engine, config)
@@ -53,14 +56,15 @@ def main(config: Config) -> None:
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
-        read = {"data": prompts, "contents": rewards.contents, "tokenizer": tokenizer}
+        read = {"data": prompts, "contents": {**rewards.contents, **conversations.contents}, "tokenizer": tokenizer}
         checkpoints = build_checkpoints(config, model, optimizer, job=job, **read)
         progress = checkpoints.start()
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
         # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
-        built = {"engine": engine, "rewards": rewards, "objective": objective, "mesh": job.mesh, "metrics": metrics}
-        rollouts = Rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, progress=progress, **built)
+        made = {"engine": engine, "conversations": conversations, "rewards": rewards, "tokenizer": tokenizer}
+        built = {"objective": objective, "mesh": job.mesh, "metrics": metrics, "progress": progress}
+        rollouts = Rollouts(config, model, optimizer, prompts, **made, **built)
         say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)

@@ -9,7 +9,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp2kit.config.facts import Needs
 from fsdp2kit.config.section import InputPath, Section
 
-DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "synthetic"]
+DataFormat = Literal[
+    "chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "rows", "synthetic"
+]
 Overlong = Literal["truncate", "drop", "split", "error"]
 
 _OPTIONS = ("tools", "chat_template_kwargs")
@@ -22,11 +24,14 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "tokens": ("input_ids", "labels"),
     "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
     "prompts": ("messages", "conversations", "prompt", *_OPTIONS),
+    "rows": (),
     "synthetic": (),
 }
 
 # Formats of rows with answers that the chat template may render.
 RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
+# Formats of rows that the model answers itself: they have no documents before it does.
+ASKED: tuple[DataFormat, ...] = ("prompts", "rows")
 
 
 class ColumnsConfig(Section):

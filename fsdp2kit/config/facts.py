@@ -45,8 +45,8 @@ class Engine:
     """Most responses that a copy generates at once."""
     updates: int
     """Optimizer steps on each batch of responses."""
-    max_new_tokens: int
-    """Most tokens of a response."""
+    longest_prompt: int
+    """Most tokens that it reads before it samples."""
     sleeps: bool
     """Whether engine and trainer take turns with the device's memory."""
     bucket_bytes: int

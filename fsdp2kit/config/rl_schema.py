@@ -14,6 +14,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
+    model_validator,
 )
 
 from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumulation
@@ -42,11 +43,13 @@ FunctionPath = Annotated[str, Field(pattern=r"^[^:].*:\w+$"), BeforeValidator(_a
 class PromptDataConfig(DataConfig):
     """The prompts. Columns that are not read here are handed to the reward functions."""
 
-    format: Literal["prompts"] = "prompts"
+    format: Literal["prompts", "rows"] = "prompts"
     """Rows with `messages` (a last message of the assistant is dropped) or with a `prompt`: a text (a user's message
-    where the tokenizer has a chat template) or a list of messages."""
+    where the tokenizer has a chat template) or a list of messages. "rows", the default with `rollout.environment`:
+    whatever columns the environment reads."""
     seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Most tokens of a prompt and its response, and of a row of the batch, which holds several of them."""
+    """Most tokens of a prompt and its response (with `rollout.environment`: of a conversation), and of a row of the
+    batch, which holds several of them."""
     overlong: Literal["drop", "error"] = "error"
     """A prompt that leaves no room for `rollout.max_new_tokens`: stop with an error, or drop it (counted)."""
     pack: Literal[True] = True
@@ -81,6 +84,13 @@ class RolloutConfig(Section):
     """Most tokens of a response; one that has no end by then is cut there (`grpo.truncated`)."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling and of the trained log-probabilities."""
+    environment: FunctionPath | None = None
+    """Conversations instead of single answers: `module:Class` or `path.py:Class` of what answers the model, and gives
+    a reward (docs/environments.md)."""
+    max_turns: PositiveInt = 16
+    """`environment` only: most turns of the model; a conversation that has no end by then is cut."""
+    environment_seconds: PositiveFloat = 60.0
+    """`environment` only: how long one of its calls may take before the run stops."""
     dtype: TrainingDType | None = None
     """Dtype of the engine's copy; a server has to be started with the same. Default: `fsdp.param_dtype`."""
     batch_size: PositiveInt = 64
@@ -101,11 +111,13 @@ class RolloutConfig(Section):
     def sampling(self) -> dict[str, Any]:
         """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
-        The other keys do not matter: `n` and `updates` may not change; `ahead` limits the age of rollouts; `engine`,
-        `url`, `tp`, `dtype`, `batch_size` and `sleep` say where and how fast responses are made. A response keeps the
-        log-probabilities of the engine that sampled it, so it stays valid beside another engine.
+        The environment's code matters, too (`fsdp2kit.rl.conversations`). The other keys do not: `n` and `updates` may
+        not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and `sleep` say
+        where and how fast responses are made. A response keeps the log-probabilities of the engine that sampled it, so
+        it stays valid beside another engine.
         """
-        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        return found if self.environment is None else {**found, "max_turns": self.max_turns}
 
     @property
     def embedded(self) -> bool:
@@ -140,6 +152,22 @@ class RolloutConfig(Section):
             raise UserError("checkpoint.async_save", what, "leave one of them out")
         if self.ahead:
             self._check_ahead(config)
+        self._check_environment(config)
+
+    def _check_environment(self, config: Any) -> None:
+        name = config.data.format
+        if self.environment is None:
+            if name == "rows":
+                what = '"rows" without rollout.environment, which would make prompts of them'
+                raise UserError("data.format", what, "leave it out, or name an environment")
+            if not config.reward:
+                raise UserError("reward", "there is none", "write [[reward]] with a function (docs/grpo.md)")
+            for key in ("max_turns", "environment_seconds"):
+                if key in self.model_fields_set:
+                    raise UserError(f"rollout.{key}", "without rollout.environment", "leave it out")
+        elif name != "rows":
+            what = f"{name!r} with rollout.environment, which makes its own prompts of the rows"
+            raise UserError("data.format", what, "leave it out")
 
     def _check_ahead(self, config: Any) -> None:
         if self.embedded:
@@ -162,7 +190,7 @@ class RolloutConfig(Section):
             tp=self.tp,
             batch_size=self.batch_size,
             updates=self.updates,
-            max_new_tokens=self.max_new_tokens,
+            longest_prompt=config.data.seq_len - (self.max_new_tokens if self.environment is None else 1),
             sleeps=self.sleep,
             bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         )
@@ -231,7 +259,17 @@ class RLConfig(TrainingConfig):
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     grpo: GRPOConfig = GRPOConfig()
-    reward: Annotated[list[RewardConfig], Field(min_length=1)]
+    reward: list[RewardConfig] = []
+    """At least one, or `rollout.environment`, whose rewards are added."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rows(cls, values: Any) -> Any:
+        """With an environment, rows are what it reads."""
+        rollout, data = (values.get(name, {}) for name in ("rollout", "data"))
+        if isinstance(rollout, dict) and rollout.get("environment") and isinstance(data, dict):
+            return {**values, "data": {"format": "rows", **data}}
+        return values
 
     @property
     def engine_dtype(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.cache import Cache
@@ -51,7 +52,7 @@ def check_first_rows(config: Any) -> list[str]:
         if tokenizer is None:
             for row in rows:
                 row.parse()
-        elif section.format == "prompts":
+        elif section.format in ASKED:
             encode_prompts(rows, section, tokenizer)
         else:
             encode_rows(rows, section, tokenizer)
@@ -71,7 +72,7 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         UserError: as `build_data` does.
     """
     no_text = config.data.format == "synthetic" and model is None
-    if config.data.streaming or no_text or config.data.format == "prompts":
+    if config.data.streaming or no_text or config.data.format in ASKED:
         return []
     sets, tokenizer = [], None
     if config.data.format != "synthetic":

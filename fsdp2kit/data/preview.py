@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Report
@@ -119,7 +120,7 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
     Raises:
         UserError: the tokenizer is not on this machine, or the data cannot be read.
     """
-    if config.data.format in ("synthetic", "prompts"):
+    if config.data.format in ("synthetic", *ASKED):
         raise UserError("data.format", f"{config.data.format!r} has no documents to show", "preview data with answers")
     tokenizer, asked, positions = build_tokenizer(config.model, local_files_only=True), config, None
     try:

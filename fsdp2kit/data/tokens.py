@@ -33,8 +33,9 @@ class Prompt:
     row: Mapping[str, Any]
     """All columns of its row."""
     messages: list[dict[str, Any]] | str
-    """A conversation; a text if the tokenizer has no chat template."""
+    """A conversation; a text if the tokenizer has no chat template. Empty where an environment makes it."""
     ids: list[int]
+    """Token ids of the messages with the generation prompt, or of the text."""
 
 
 def encode_rows(
@@ -61,7 +62,12 @@ def encode_rows(
 
 
 def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of rows of the format "prompts", tokenised with the generation prompt."""
+    """The prompts of rows of the format "prompts", tokenised with the generation prompt.
+
+    Rows of the format "rows" have none: an environment makes them, each time a row is asked.
+    """
+    if section.format == "rows":
+        return [Prompt(row.parse(), [], []) for row in rows]
     found = []
     for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
         asked = asked_in(row)

@@ -53,7 +53,7 @@ def rollout_moments(engine: Engine, config: TrainingConfig, model: PreTrainedMod
     rows = min(engine.batch_size, responses)
     cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=engine.tp, dtype=engine.dtype)
     full = replace(step.plan, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
-    layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - engine.max_new_tokens))
+    layers = layers_memory(model, full, tokens=rows * engine.longest_prompt)
     prompts = 0 if None in layers else max(layer.forward for layer in layers if layer is not None)
     generate = {**({} if engine.sleeps else rest), **embedded, "KV cache": cache, "activations": prompts}
     return [sync, Moment("generate", "the prompts", generate)]

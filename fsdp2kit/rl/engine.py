@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,6 +99,29 @@ class Request:
     """Token ids of the prompt."""
     seed: tuple[int, ...]
     """With the prompt and the weights, it decides what is sampled."""
+    room: int | None = None
+    """Most tokens of its response where that is less than ``max_new_tokens``."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a response is made of that took turns with an environment (`fsdp2kit.rl.conversations`)."""
+
+    prompt: list[int]
+    """Token ids of the messages that the environment began with."""
+    asked: list[dict[str, Any]]
+    """These messages."""
+    said: list[dict[str, Any]]
+    """The messages after them: the model's, and the environment's."""
+    sampled: list[bool]
+    """For each of the response's tokens, whether the model sampled it; the others are the environment's."""
+    reward: float
+    """The environment's; 0 if the conversation was cut."""
+
+    @property
+    def turns(self) -> int:
+        """The model's turns."""
+        return sum(message["role"] == "assistant" for message in self.said)
 
 
 @dataclass(frozen=True)
@@ -106,12 +131,27 @@ class Response:
     ids: list[int]
     """Token ids, with the stop token if there is one."""
     log_probs: list[float]
-    """Each token's log-probability when it was sampled, at the sampling's temperature."""
+    """Each token's log-probability when it was sampled, at the sampling's temperature; 0 for an environment's."""
     is_whole: bool
-    """A stop token ends it; otherwise it was cut at ``max_new_tokens``."""
+    """A stop token ends it, and an environment its conversation; otherwise it was cut."""
+    conversation: Conversation | None = None
+    """Where the response took turns with an environment."""
+
+    @property
+    def sampled(self) -> list[bool]:
+        """For each token, whether the model sampled it."""
+        return [True] * len(self.ids) if self.conversation is None else self.conversation.sampled
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Response:
+        """The response that `dataclasses.asdict` made into a dict."""
+        conversation = values.get("conversation")
+        return cls(**{**values, "conversation": conversation and Conversation(**conversation)})
 
 
 EngineMemory = Literal["weights", "cache"]
+GoOn = Callable[[int, Response], Request | None]
+"""Given the index of a conversation and the model's turn, what to ask next; None: the conversation is over."""
 
 
 class Engine(VersionedWeights):
@@ -123,6 +163,35 @@ class Engine(VersionedWeights):
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
         """Sample a response to each request, with the weights of the last update."""
         raise NotImplementedError
+
+    def converse(
+        self, requests: Sequence[Request], go_on: GoOn, *, max_new_tokens: int, temperature: float, at_once: int
+    ) -> None:
+        """Sample a response to each request, and then to what ``go_on`` makes of the response, until it gives None.
+
+        Here all conversations take a turn together, so that their order, and with it all rounding, is always the same.
+
+        Args:
+            go_on: called with a request's index and its response, from ``at_once`` threads.
+            at_once: most conversations that go on at once.
+        """
+        waiting = dict(enumerate(requests))
+        with ThreadPoolExecutor(at_once) as pool:
+            while self._any_rank(bool(waiting)):
+                options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+                responses = self.generate(list(waiting.values()), **options)
+                with self.together():
+                    following = list(pool.map(go_on, waiting, responses))
+                asked = zip(waiting, following, strict=True)
+                waiting = {at: request for at, request in asked if request is not None}
+
+    def _any_rank(self, waits: bool) -> bool:
+        """Whether any of the ranks that generate together waits for responses."""
+        return waits
+
+    def together(self) -> AbstractContextManager[None]:
+        """Encloses work after which the ranks that generate together go on, or fail, together."""
+        return nullcontext()
 
     def sleep(self) -> None:
         """Free the device memory of weights and cache. Call it when no rank generates."""

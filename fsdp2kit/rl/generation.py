@@ -26,7 +26,8 @@ from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
-from fsdp2kit.rl.engine import Engine, Request, Response
+from fsdp2kit.rl.conversations import Conversations, Question
+from fsdp2kit.rl.engine import Engine, Response
 from fsdp2kit.rl.rounds import Asked
 from fsdp2kit.rl.sglang_engine import SGLangEngine
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
@@ -118,24 +119,25 @@ class Generation:
         sleepers: Sequence[tuple[Any, Optimizer | None]],
         *,
         engine: Engine,
+        conversations: Conversations,
         device: torch.device,
         phases: Phases,
     ) -> None:
         self._config, self._model, self._sleepers = config, model, sleepers
-        self.engine, self._device, self._phase = engine, device, phases
+        self.engine, self._conversations, self._device, self._phase = engine, conversations, device, phases
 
-    def respond(self, requests: Sequence[Request], version: int) -> list[Response]:
-        """Responses to all requests with the current weights, on every rank. Collective.
+    def respond(self, questions: Sequence[Question], version: int) -> list[Response]:
+        """Responses to all questions with the current weights, on every rank. Collective.
 
         Args:
             version: the weights' version: the number of steps done.
         """
         self._sync(version)
         with self._asleep() if self._config.rollout.sleep else nullcontext(), self._phase("generate"), agreement():
-            mine = self._generate(requests, version)
+            mine = self._generate(questions, version)
         return from_all_ranks(mine)
 
-    def begin(self, number: int, requests: Sequence[Request], version: int) -> Asked:
+    def begin(self, number: int, questions: Sequence[Question], version: int) -> Asked:
         """Send the current weights, and let the engine generate a round with them while training goes on."""
         asked = Asked(number, version)
         self._sync(version)
@@ -143,7 +145,7 @@ class Generation:
         def work() -> None:
             start = time.perf_counter()
             try:
-                found = self._generate(requests, version)
+                found = self._generate(questions, version)
                 asked.seconds = time.perf_counter() - start
                 asked.responses.set_result(found)
             except Exception as error:
@@ -170,10 +172,10 @@ class Generation:
             sync = {"dtype": self.engine.dtype, "bucket_mib": self._config.weight_sync.bucket_mib}
             sync_weights(self._model, self.engine, version=version, **sync)
 
-    def _generate(self, requests: Sequence[Request], version: int) -> list[Response]:
+    def _generate(self, questions: Sequence[Question], version: int) -> list[Response]:
         """This rank's part of the responses."""
         self.engine.require(version)
-        return self.engine.generate(my_part(requests), **self._config.rollout.sampling)
+        return self._conversations.respond(my_part(questions), self.engine)
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:

@@ -32,14 +32,15 @@ def token_values(
 ) -> dict[str, list[np.ndarray]]:
     """The policy loss's inputs for each response's tokens, by name: float32 ``[tokens]`` for each rollout.
 
-    ``weights`` are a token's share in a loss that is summed over all tokens and divided by their number. A response
-    that takes no part has weight 0 and still counts as a response.
+    ``weights`` are a token's share in a loss that is summed over all sampled tokens and divided by their number. A
+    response that takes no part has weight 0 and still counts as a response. Tokens of an environment have weight 0.
 
     Args:
         rewards: ``[groups, n]``.
     """
     responses = [rollout.response for rollout in rollouts]
-    lengths = np.array([len(response.ids) for response in responses])
+    masks = [np.array(response.sampled, np.float32) for response in responses]
+    lengths = np.array([mask.sum() for mask in masks])
     kept = np.array([response.is_whole or section.truncated == "keep" for response in responses], dtype=np.float64)
     if section.loss == "grpo":
         share = 1 / (len(responses) * lengths)
@@ -49,14 +50,14 @@ def token_values(
         share = 1 / max(1.0, (lengths * kept).sum())
     advantages, weights = group_advantages(section, rewards).flatten(), share * kept * lengths.sum()
     return {
-        "advantages": [np.full(n, value, np.float32) for n, value in zip(lengths, advantages, strict=True)],
-        "weights": [np.full(n, value, np.float32) for n, value in zip(lengths, weights, strict=True)],
+        "advantages": [mask * np.float32(value) for mask, value in zip(masks, advantages, strict=True)],
+        "weights": [mask * np.float32(value) for mask, value in zip(masks, weights, strict=True)],
         "engine_log_probs": [np.array(response.log_probs, np.float32) for response in responses],
     }
 
 
 def pack(
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    texts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[bool]]],
     values: Mapping[str, Sequence[np.ndarray]],
     *,
     seq_len: int,
@@ -71,10 +72,10 @@ def pack(
     All packs of a step are padded to the length of the longest. Every rank has the same number of them.
 
     Args:
-        texts: token ids of each rollout's prompt and of its response.
+        texts: token ids of each rollout's prompt and of its response, and which of the latter the model sampled.
         values: by name, for each rollout, one number for each token of its response.
     """
-    lengths = [len(prompt) + len(response) for prompt, response in texts]
+    lengths = [len(prompt) + len(response) for prompt, response, _ in texts]
     packs = deal_packs(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
     block = _BLOCK * cp
     longest = max(sum(lengths[at] for at in one) for one in packs)
@@ -83,7 +84,8 @@ def pack(
     def filled(members: Sequence[int]) -> Pack:
         starts = {at: len(texts[at][0]) for at in members}  # of responses
         documents = [
-            (np.array([*texts[at][0], *texts[at][1]]), np.arange(lengths[at]) >= starts[at]) for at in members
+            (np.array([*prompt, *response]), np.array([*[False] * len(prompt), *sampled]))
+            for prompt, response, sampled in (texts[at] for at in members)
         ]
         padded = {name: [np.pad(of_all[at], (starts[at], 0)) for at in members] for name, of_all in values.items()}
         return Pack(documents, per_token=padded)

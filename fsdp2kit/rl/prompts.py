@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import turn_ends
+from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.rewards import Rewards
 
 
@@ -75,7 +77,7 @@ class Prompts:
         return found
 
     def statistics(self) -> dict[str, Any]:
-        """What was read, as plain values; lengths are in tokens."""
+        """What was read, as plain values; lengths are in tokens, and 0 where an environment makes the prompts."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)
         shown = {"shortest": lengths[0], "median": lengths[len(lengths) // 2], "longest": lengths[-1]}
         counts = {"prompts": len(lengths), "dropped": self.dropped, "held_out": len(self.held_out)}
@@ -84,11 +86,13 @@ class Prompts:
     def describe(self) -> list[str]:
         """What the user should know about the prompts before training, line by line."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)
+        made = lengths[-1] == 0
         dropped = f"; {counted(self.dropped, 'prompt')} dropped: too long" if self.dropped else ""
+        what = f"data: {counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
+        what += f"{lengths[len(lengths) // 2]}{dropped}"
         held_out = [f"held out: {counted(len(self.held_out), 'prompt')}"] if self.held_out else []
         return [
-            f"data: {counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
-            f"{lengths[len(lengths) // 2]}{dropped}",
+            f"data: {counted(len(lengths), 'row')} for the environment" if made else what,
             f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
             *held_out,
         ]
@@ -100,20 +104,25 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
     return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
 
 
-def check_rewards(config: RLConfig, *, missing: Collection[str]) -> str:
+def check_rewards(config: RLConfig, *, missing: Collection[str]) -> dict[str, str | None]:
     """Import the reward functions, each in a process, and look whether they take the columns of the first rows.
 
     Args:
         missing: TOML keys of data that are not on this machine.
 
+    Returns:
+        As `Section.offline`.
+
     Raises:
         UserError: a function cannot be imported, or not be called with the columns.
     """
+    if not config.reward:
+        return {}
     columns = ()
     if config.data.path is not None and "data.path" not in missing:
         columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
     with Rewards(config.reward, columns=columns) as rewards:
-        return f"reward functions: {', '.join(rewards.names)}, imported"
+        return {"reward": f"reward functions: {', '.join(rewards.names)}, imported"}
 
 
 @agreement()
@@ -133,7 +142,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
         # Rows that ask the same stay together.
-        keys = np.array([content_key(prompt.messages) for prompt in prompts], dtype=np.uint64)
+        keys = np.array([content_key(prompt.messages or dict(prompt.row)) for prompt in prompts], dtype=np.uint64)
         [(kept, out)] = hold_out([keys], evaluation.split, names=[f"{trained_on.key}: {section.path}"])
         prompts, held_out = [prompts[at] for at in kept], [prompts[at] for at in out]
     for one in held_out_sets(config) if config.evaluates else []:
@@ -188,24 +197,28 @@ def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def arguments_of(
-    prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]], truncated: Sequence[bool]
+    prompts: Sequence[Prompt], responses: Sequence[Response], texts: Sequence[str]
 ) -> dict[str, list[Any]]:
     """The keyword arguments of reward functions: lists with one item for each response.
 
     Args:
         prompts: the prompt of each response.
-        texts: the responses.
-        ids: their tokens.
-        truncated: whether each response was cut off at its longest length.
+        texts: the responses' texts.
     """
-    columns, messages = {name for prompt in prompts for name in prompt.row}, [prompt.messages for prompt in prompts]
+    columns = {name for prompt in prompts for name in prompt.row}
+    exchanges = list(itertools.starmap(_exchange, zip(prompts, responses, texts, strict=True)))
     return {
         **{name: [prompt.row.get(name) for prompt in prompts] for name in columns - {"prompt"}},
-        "prompts": messages,
-        "completions": [
-            text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
-            for asked, text in zip(messages, texts, strict=True)
-        ],
-        "completion_ids": list(ids),
-        "truncated": list(truncated),
+        "prompts": [asked for asked, _ in exchanges],
+        "completions": [said for _, said in exchanges],
+        "completion_ids": [response.ids for response in responses],
+        "truncated": [not response.is_whole for response in responses],
     }
+
+
+def _exchange(prompt: Prompt, response: Response, text: str) -> tuple[Any, Any]:
+    """What was asked and what was said, both as texts or both as messages."""
+    if response.conversation is not None:
+        return response.conversation.asked, response.conversation.said
+    is_text = isinstance(prompt.messages, str)
+    return prompt.messages, text if is_text else [{"role": "assistant", "content": text}]

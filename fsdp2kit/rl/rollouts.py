@@ -22,7 +22,8 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
-from fsdp2kit.rl.engine import Engine, Request, Response
+from fsdp2kit.rl.conversations import Conversations, Question
+from fsdp2kit.rl.engine import Engine, Response
 from fsdp2kit.rl.generation import Generation, Phases, from_all_ranks, my_part
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.rl.prompts import Prompts, arguments_of
@@ -53,6 +54,7 @@ class Rollouts:
         prompts: Prompts,
         *,
         engine: Engine,
+        conversations: Conversations,
         rewards: Rewards,
         objective: PolicyLoss,
         mesh: Mesh,
@@ -61,10 +63,12 @@ class Rollouts:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
+        self._environment = conversations.contents
         self._mesh, self._metrics, self._tokenizer = mesh, metrics, tokenizer
         self._phase = Phases(metrics)
         sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
-        self._generation = Generation(config, model, sleepers, engine=engine, device=mesh.device, phases=self._phase)
+        made_by: Any = {"engine": engine, "conversations": conversations}
+        self._generation = Generation(config, model, sleepers, device=mesh.device, phases=self._phase, **made_by)
         self._step = progress.step  # done once the newest batch is learnt from
         self._round: Round | None = None
         self._asked: Asked | None = None
@@ -86,25 +90,30 @@ class Rollouts:
 
     def describe(self) -> list[str]:
         """Lines for the start of a run."""
-        pairs = zip(self._rewards.weights, self._rewards.names, strict=True)
-        rewards = ", ".join(f"{weight:g} × {name}" for weight, name in pairs)
+        rewards = ", ".join(f"{weight:g} × {name}" for name, weight in self._weights.items())
         return [self._generation.engine.describe(), f"reward: {rewards}", *self._notes]
 
     @cached_property
     def measured_by(self) -> dict[str, str]:
         """What held-out rewards depend on besides the weights; with equal values they are comparable."""
-        weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
         return {
             "held-out prompts": self._prompts.held_out_fingerprint,
             **{name: str(value) for name, value in self._made_by.items()},
-            **{f"reward.{name}.weight": str(weight) for name, weight in weights},
+            **{f"reward.{name}.weight": str(weight) for name, weight in self._weights.items()},
         }
 
     @property
     def _made_by(self) -> dict[str, Any]:
         """What rollouts and rewards depend on and may change between starts, with its value or digest."""
         sampling = {f"rollout.{name}": value for name, value in self._config.rollout.sampling.items()}
-        return sampling | {name: content.digest for name, content in self._rewards.contents.items()}
+        contents = {**self._environment, **self._rewards.contents}
+        return sampling | {name: content.digest for name, content in contents.items()}
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """The weight of each kind of reward, in the order of the columns of `_rewarded`."""
+        by_function = dict(zip(self._rewards.names, self._rewards.weights.tolist(), strict=True))
+        return {**({"environment": 1.0} if self._environment else {}), **by_function}
 
     def batch(self, index: int, /) -> Sequence[Batch]:
         """This data-parallel rank's micro-batches of step ``index`` (0-based). Collective.
@@ -129,12 +138,16 @@ class Rollouts:
             "rollout/without_signal": float(np.mean(~has_signal(totals))),
             "rollout/weight_version": float(now.version),
         }
-        texts = [(self._prompts.prompts[rollout.prompt].ids, rollout.response.ids) for rollout in rollouts]
+        texts = [(self._prompt_ids(one), one.response.ids, one.response.sampled) for one in rollouts]
         values = token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens)
         rows = {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
         sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
         pad_id: Any = self._tokenizer.pad_token_id or 0
         return pack(texts, values, **rows, **sizes, pad_id=pad_id)
+
+    def _prompt_ids(self, rollout: Rollout) -> Sequence[int]:
+        conversation = rollout.response.conversation
+        return self._prompts.prompts[rollout.prompt].ids if conversation is None else conversation.prompt
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """Rollouts that steps from ``index`` on learn from and that later weights cannot make again. Collective.
@@ -174,10 +187,10 @@ class Rollouts:
                 self._asked.responses.result()
         seed = self._config.run.seed
         # A round's seeds have four numbers. The fifth is not 0: numpy ignores zeros at the end of a seed.
-        requests = [Request(prompt.ids, (seed, 0, at, 0, 1)) for at, prompt in enumerate(prompts)]
-        responses = self._generation.respond(requests, self._step)
+        questions = [Question(prompt, (seed, 0, at, 0, 1)) for at, prompt in enumerate(prompts)]
+        responses = self._generation.respond(questions, self._step)
         rewards = self._rewarded(prompts, responses, n=1)
-        totals = rewards @ self._rewards.weights
+        totals = rewards @ np.array([*self._weights.values()])
         first = zip(prompts[:2], responses[:2], totals[:2].tolist(), strict=True)
         self._held_out_samples = [self._sample(*one) for one in first]
         self._phase.seconds = {**seconds, "evaluate": time.perf_counter() - start}
@@ -223,26 +236,26 @@ class Rollouts:
         if asked is not None and asked.number == number:
             responses, sampled_by = self._generation.wait(asked), asked.version
         else:
-            responses = self._generation.respond(self._requests(number), version)
+            responses = self._generation.respond(self._questions(number), version)
         self._asked = None
         if self._config.rollout.ahead and (number + 1) * self._config.rollout.updates < self._prompts.total_steps:
-            self._asked = self._generation.begin(number + 1, self._requests(number + 1), version)
+            self._asked = self._generation.begin(number + 1, self._questions(number + 1), version)
         indices, n = self._prompts.of_round(number), self._config.rollout.n
         rewards = self._rewarded([self._prompts.prompts[index] for index in indices], responses, n=n)
         scored = enumerate(zip(responses, rewards.tolist(), strict=True))
         rollouts = [Rollout(indices[at // n], response, tuple(values)) for at, (response, values) in scored]
         return Round(number, sampled_by, rollouts)
 
-    def _requests(self, number: int) -> list[Request]:
-        """The requests of a round, group by group."""
-        seed, ids = self._config.run.seed, self._prompts.prompts
+    def _questions(self, number: int) -> list[Question]:
+        """The questions of a round, group by group."""
+        seed, prompts = self._config.run.seed, self._prompts.prompts
         # A seed has the prompt's place in the round: a round may reach from one epoch into the next.
         places = enumerate(self._prompts.of_round(number))
         turns = range(self._config.rollout.n)
-        return [Request(ids[index].ids, (seed, number, at, turn)) for at, index in places for turn in turns]
+        return [Question(prompts[index], (seed, number, at, turn)) for at, index in places for turn in turns]
 
     def _rewarded(self, prompts: Sequence[Prompt], responses: Sequence[Response], *, n: int) -> np.ndarray:
-        """Each response's reward by each function, float64 ``[responses, functions]``, on every rank. Collective.
+        """Each response's reward of each kind, float64 ``[responses, kinds]``, on every rank. Collective.
 
         A rank scores whole groups of ``n``, so that a function may compare within them.
         """
@@ -253,8 +266,11 @@ class Rollouts:
 
     def _score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> np.ndarray:
         """The rewards of this rank's responses; there may be none."""
-        texts, ids = [self._text(response) for response in responses], [response.ids for response in responses]
-        return self._rewards(arguments_of(prompts, texts, ids, [not response.is_whole for response in responses]))
+        found = self._rewards(arguments_of(prompts, responses, [self._text(response) for response in responses]))
+        if not self._environment:
+            return found
+        given = [0.0 if one.conversation is None else one.conversation.reward for one in responses]
+        return np.column_stack([np.array(given), found])
 
     def _text(self, response: Response) -> str:
         return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
@@ -262,15 +278,17 @@ class Rollouts:
     def _totals(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """The weighted sum of each rollout's rewards, float64 ``[groups, n]``."""
         rewards = np.array([rollout.rewards for rollout in rollouts])
-        return (rewards @ self._rewards.weights).reshape(-1, self._config.rollout.n)
+        return (rewards @ np.array([*self._weights.values()])).reshape(-1, self._config.rollout.n)
 
     def _means(self, rewards: np.ndarray, responses: Sequence[Response]) -> dict[str, float]:
-        """Means over responses and their rewards ``[responses, functions]``."""
-        by_function = zip(self._rewards.names, rewards.mean(axis=0).tolist(), strict=True)
+        """Means over responses and their rewards ``[responses, kinds]``."""
+        by_kind = zip(self._weights, rewards.mean(axis=0).tolist(), strict=True)
+        turns = [response.conversation.turns for response in responses if response.conversation is not None]
         return {
-            "reward": float((rewards @ self._rewards.weights).mean()),
-            "response_length": float(np.mean([len(response.ids) for response in responses])),
-            **{f"reward/{name}": mean for name, mean in by_function},
+            "reward": float((rewards @ np.array([*self._weights.values()])).mean()),
+            "response_length": float(np.mean([sum(response.sampled) for response in responses])),
+            **({"turns": float(np.mean(turns))} if turns else {}),
+            **{f"reward/{name}": mean for name, mean in by_kind},
         }
 
     def _best_and_worst(self, now: Round) -> list[dict[str, Any]]:
@@ -281,7 +299,10 @@ class Rollouts:
         return [self._sample(prompt, rollouts[at].response, float(totals[at])) for at in chosen]
 
     def _sample(self, prompt: Prompt, response: Response, reward: float) -> dict[str, Any]:
-        asked = prompt.messages
+        talk = response.conversation
+        asked = prompt.messages if talk is None else talk.asked
         text = asked if isinstance(asked, str) else str(asked[-1].get("content") or "")
         answer = self._text(response)
+        if talk is not None:
+            answer = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in talk.said)
         return {"prompt": text, "answer": answer, "reward": reward, "truncated": not response.is_whole}

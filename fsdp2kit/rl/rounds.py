@@ -72,7 +72,8 @@ def kept_rounds(state: Mapping[str, Any], section: RolloutConfig, *, count: int,
     if not changed and list(before) != list(made_by):
         changed = ["order of the rewards"]
     made = [
-        Rollout(one["prompt"], Response(**one["response"]), tuple(one["rewards"])) for one in state.get("rollouts", ())
+        Rollout(one["prompt"], Response.from_dict(one["response"]), tuple(one["rewards"]))
+        for one in state.get("rollouts", ())
     ]
     now = ahead = None
     first = state.get("round", 0) * section.updates
@@ -80,7 +81,7 @@ def kept_rounds(state: Mapping[str, Any], section: RolloutConfig, *, count: int,
     if not changed and len(made) == count and version >= first - section.ahead * section.updates:
         now = Round(state["round"], version, made)
     asked = state.get("ahead", {})
-    responses = [Response(**one) for one in asked.get("responses", ())]
+    responses = [Response.from_dict(one) for one in asked.get("responses", ())]
     # They have no rewards yet.
     is_sampled_otherwise = any(name.startswith("rollout.") for name in changed)
     if not is_sampled_otherwise and len(responses) == count and section.ahead:

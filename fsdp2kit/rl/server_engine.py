@@ -7,10 +7,10 @@ count only if it had that version before and after them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any
 
 import httpx
@@ -19,7 +19,7 @@ import torch
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
+from fsdp2kit.rl.engine import Engine, EngineMemory, GoOn, Request, Response
 
 _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
@@ -109,16 +109,37 @@ class ServerEngine(Engine):
 
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
         """Sample a response to each request."""
+        found: dict[int, Response] = {}
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "at_once": self._at_once}
+        self.converse(requests, lambda at, response: found.update({at: response}), **options)
+        return [found[at] for at in range(len(requests))]
+
+    def converse(
+        self, requests: Sequence[Request], go_on: GoOn, *, max_new_tokens: int, temperature: float, at_once: int
+    ) -> None:
+        """See `Engine.converse`; here no conversation waits for another's turn."""
         # A server's defaults may be those of the model's generation_config.json.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"stop_token_ids": list(self._stops), "skip_special_tokens": False}
-        prompts = [list(request.ids) for request in requests]
-        seeds = [int(np.random.PCG64(request.seed).random_raw() >> 33) for request in requests]
+        failed = threading.Event()
+
+        def hold(at: int, request: Request | None) -> None:
+            try:
+                while request is not None and not failed.is_set():
+                    most = min(request.room or max_new_tokens, max_new_tokens)
+                    seed = int(np.random.PCG64(request.seed).random_raw() >> 33)
+                    with self._understood():
+                        response = self._respond(list(request.ids), most, seed, sampling)
+                    request = go_on(at, response)
+            except BaseException:
+                failed.set()  # the others need not go on
+                raise
+
         self._check_version()
-        with self._understood(), ThreadPoolExecutor(self._at_once) as pool:
-            found = list(pool.map(self._respond, prompts, repeat(max_new_tokens), seeds, repeat(sampling)))
+        with ThreadPoolExecutor(at_once) as pool:
+            for held in [pool.submit(hold, at, request) for at, request in enumerate(requests)]:
+                held.result()
         self._check_version()
-        return found
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)

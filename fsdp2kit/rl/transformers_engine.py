@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.distributed import gather_objects, local_part
+from fsdp2kit.distributed import agreement, gather_objects, local_part
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
@@ -78,6 +79,7 @@ class TransformersEngine(Engine):
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float) -> list[Response]:
         left: Any = {"batch_first": True, "padding_side": "left"}
+        max_new_tokens = max(min(request.room or max_new_tokens, max_new_tokens) for request in requests)
         prompts = [torch.tensor(request.ids) for request in requests]
         ids = pad_sequence(prompts, padding_value=self._pad_id, **left)
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left)
@@ -99,11 +101,19 @@ class TransformersEngine(Engine):
             synced_gpus=False,  # other ranks generate something else
         )
         log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
-        return [self._cut(*row) for row in zip(sequences[:, ids.shape[1] :].tolist(), log_probs, strict=True)]
+        rooms = [request.room for request in requests]
+        return [self._cut(*row) for row in zip(sequences[:, ids.shape[1] :].tolist(), log_probs, rooms, strict=True)]
 
-    def _cut(self, ids: list[int], log_probs: list[float]) -> Response:
+    def _cut(self, ids: list[int], log_probs: list[float], room: int | None) -> Response:
+        ids = ids[:room]
         length = next((at + 1 for at, token in enumerate(ids) if token in self._stops), None)
         return Response(ids[:length], log_probs[: length or len(ids)], is_whole=length is not None)
+
+    def _any_rank(self, waits: bool) -> bool:
+        return waits if self._group is None else any(gather_objects(waits, group=self._group))
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._group is None else agreement(self._group)
 
     def load_weights(self, bucket: Bucket) -> None:
         """Copy a bucket's tensors into the engine's model, converted like those of a Hugging Face directory."""

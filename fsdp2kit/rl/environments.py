@@ -1,0 +1,128 @@
+"""The user's environments (docs/environments.md), in a process of their own, which can be killed if one hangs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.data.contents import Content
+from fsdp2kit.errors import UserError
+from fsdp2kit.rl.reward_code import code_digests
+from fsdp2kit.rl.reward_worker import shortened
+
+_IMPORT_SECONDS = 120.0
+
+
+class Environments:
+    """The environments of this rank's conversations, by a number for each; a context manager, which ends the process.
+
+    `reset` and `step` wait for the user's code. They may be called from several threads, and then run at once.
+
+    Raises:
+        UserError: the class cannot be imported, or lacks a method.
+    """
+
+    def __init__(self, section: RolloutConfig) -> None:
+        assert section.environment is not None, "asked for by rollout.environment"
+        self._seconds, self._where = section.environment_seconds, f"rollout.environment: {section.environment}"
+        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._waiting: dict[int, Future[tuple[bool, Any]]] = {}
+        self._lock, self._cause = threading.Lock(), ""
+        self._connection, theirs = multiprocessing.Pipe()
+        handle = theirs.fileno()
+        command = [sys.executable, "-m", "fsdp2kit.rl.environment_worker", str(handle), section.environment]
+        # A session of its own keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
+        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        try:
+            is_good, text = self._connection.recv() if self._connection.poll(_IMPORT_SECONDS) else (False, "hangs")
+        except (EOFError, OSError):
+            is_good, text = False, f"its process ended with exit code {self._process.wait()}"
+        if not is_good:
+            self.end()
+            raise UserError(self._where, text, "mend the class, or its name")
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def __enter__(self) -> Environments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def open(self) -> int:
+        """A number for a new environment."""
+        return next(self._numbers)
+
+    def reset(self, number: int, row: Any) -> tuple[list[Any], list[Any] | None]:
+        """Begin a conversation; its first messages, and its tools."""
+        messages, tools = self._ask("reset", number, row, given=f"the row {json.dumps(row, default=str):.200}")
+        return messages, tools
+
+    def step(self, number: int, messages: list[dict[str, Any]]) -> list[Any] | float:
+        """Go on after the model's turn, the last message; the next messages, or the conversation's reward."""
+        return self._ask("step", number, messages, given=f"the model's {shortened(messages[-1]['content'])}")
+
+    def close(self, number: int) -> None:
+        """Drop an environment."""
+        self._ask("close", number, None, given="nothing")
+
+    def end(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+    def _ask(self, kind: str, number: int, argument: Any, *, given: str) -> Any:
+        answer: Future[tuple[bool, Any]] = Future()
+        with self._lock:
+            if self._cause:
+                answer.set_result((False, self._cause))
+            else:
+                call = next(self._calls)
+                self._waiting[call] = answer
+                with suppress(OSError):  # the process has ended: `_receive` says so
+                    self._connection.send((call, kind, number, argument))
+        todo = "mend the environment"
+        try:
+            is_good, value = answer.result(self._seconds)
+        except TimeoutError:
+            is_good, value = False, f"did not answer within {self._seconds:g} s"
+            todo += ", or give it more time: rollout.environment_seconds"
+            with self._lock:
+                self._cause = self._cause or f"its process was ended, because {kind} {value}"
+            self._process.kill()
+        if not is_good:
+            raise UserError(self._where, f"{kind}: {value}; it was given {given}", todo)
+        return value
+
+    def _receive(self) -> None:
+        """Hand answers to those who wait, until the process ends."""
+        try:
+            while True:
+                call, is_good, value = self._connection.recv()
+                with self._lock:
+                    self._waiting.pop(call).set_result((is_good, value))
+        except (EOFError, OSError):
+            with self._lock:
+                self._cause = self._cause or f"its process ended with exit code {self._process.wait()}"
+                for answer in self._waiting.values():
+                    answer.set_result((False, self._cause))
+                self._waiting.clear()
+
+
+def content_of_environment(environment: str) -> Content:
+    """The source of an environment, as `fsdp2kit.rl.rewards` has those of rewards."""
+    files = code_digests(environment)
+    where, _, name = environment.rpartition(":")
+    digest = hashlib.blake2b(repr([f"{Path(where).name}:{name}", files]).encode(), digest_size=8).hexdigest()
+    return Content(digest, files=files, otherwise="another environment")
