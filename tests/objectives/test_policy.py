@@ -38,7 +38,7 @@ SHIFT = 1.02  # of all weights, from the reference to the policy
 
 
 def batches_of(section: GRPOConfig, prompts: Any, rollouts: list[Rollout], **sizes: Any) -> list[Any]:
-    texts = [(prompts[rollout.prompt], rollout.response.ids) for rollout in rollouts]
+    texts = [(prompts[one.prompt], one.response.ids, one.response.sampled) for one in rollouts]
     values = token_values(section, rollouts, REWARDS, MAX_NEW)
     options = {"seq_len": 64, "micro_batch_size": 1, "dp": 1, "dp_rank": 0, "cp": 1, "pad_id": 0}
     return pack(texts, values, **{**options, **sizes})
@@ -67,11 +67,11 @@ def test_advantages_are_those_of_the_formula(loss: Any) -> None:
     assert found[3].tolist() == [0.0, 0.0, 0.0], "0.1 three times has a mean that is not 0.1"
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize(("updates", "turns"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.loss}-{section.kl}")
-def test_loss_gradient_and_metrics_in_one_process(section: GRPOConfig, updates: int) -> None:
+def test_loss_gradient_and_metrics_in_one_process(section: GRPOConfig, updates: int, turns: bool) -> None:
     reference, plain, ours = tiny_model("smollm2"), shifted(tiny_model("smollm2")), shifted(tiny_model("smollm2"))
-    prompts, rollouts = make_rollouts(plain)
+    prompts, rollouts = make_rollouts(plain, turns=turns)
     expected, metrics = plain_loss(section, plain, reference, prompts, rollouts, updates=updates)
     expected.backward()
     for model in (reference, ours):
@@ -114,23 +114,24 @@ def _on_mesh(
 
 
 @pytest.mark.parametrize(
-    ("case", "section", "updates"),
+    ("case", "section", "updates", "turns"),
     [
-        (Case("smollm2", 1, 1), SECTIONS[0], 2),
-        full(Case("smollm2", 2, 1), SECTIONS[0], 1),
-        (Case("smollm2", 2, 1, micro=2), SECTIONS[2], 2),
-        (Case("llama3", 1, 2, seq_len=64), SECTIONS[1], 1),
-        full(Case("smollm2", 1, 2, attention="varlen", seq_len=96), SECTIONS[3], 1),
-        full(Case("llama3", 2, 2), SECTIONS[3], 2),
+        (Case("smollm2", 1, 1), SECTIONS[0], 2, False),
+        full(Case("smollm2", 2, 1), SECTIONS[0], 1, False),
+        (Case("smollm2", 2, 1, micro=2), SECTIONS[2], 2, True),
+        (Case("llama3", 1, 2, seq_len=64), SECTIONS[1], 1, True),
+        full(Case("smollm2", 1, 2, attention="varlen", seq_len=96), SECTIONS[3], 1, False),
+        full(Case("smollm2", 1, 2, attention="varlen", seq_len=96), SECTIONS[3], 1, True),
+        full(Case("llama3", 2, 2), SECTIONS[3], 2, True),
     ],
     ids=lambda value: value.loss if isinstance(value, GRPOConfig) else str(value),
 )
 def test_no_mesh_packing_or_micro_batch_changes_it(
-    case: Case, section: GRPOConfig, updates: int, pool: WorkerPool, tmp_path: Path
+    case: Case, section: GRPOConfig, updates: int, turns: bool, pool: WorkerPool, tmp_path: Path
 ) -> None:
     path = tiny_model_dir(case.kind, tmp_path)
     reference, plain = load_plain(path), shifted(load_plain(path))
-    prompts, rollouts = make_rollouts(plain)
+    prompts, rollouts = make_rollouts(plain, turns=turns)
     expected, metrics = plain_loss(section, plain, reference, prompts, rollouts, updates=updates)
     expected.backward()
     for figures, gradients in pool.run(case.world, _on_mesh, tmp_path, case, section, prompts, rollouts, updates):

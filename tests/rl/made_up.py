@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.rl_schema import GRPOConfig
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engine import Conversation, Response
 from fsdp2kit.rl.packing import Rollout
 
 MAX_NEW, TEMPERATURE = 12, 0.7
@@ -24,8 +24,12 @@ GROUPS = [
 REWARDS = np.array([rewards for *_, rewards in GROUPS])
 
 
-def make_rollouts(model: Any, vocabulary: int = 128) -> tuple[list[list[int]], list[Rollout]]:
-    """Prompts, and responses whose log-probabilities are near to those under ``model``, as an engine's would be."""
+def make_rollouts(model: Any, vocabulary: int = 128, *, turns: bool = False) -> tuple[list[list[int]], list[Rollout]]:
+    """Prompts, and responses whose log-probabilities are near to those under ``model``, as an engine's would be.
+
+    Args:
+        turns: an environment wrote a part of every response that is long enough.
+    """
     generator = torch.Generator().manual_seed(5)
     prompts, rollouts = [], []
     for number, (length, lengths, rewards) in enumerate(GROUPS):
@@ -35,7 +39,10 @@ def make_rollouts(model: Any, vocabulary: int = 128) -> tuple[list[list[int]], l
             with torch.no_grad():
                 exact, _ = plain_log_probs(model, prompts[number], ids)
             near = exact + 0.3 * torch.randn(count, generator=generator)
-            rollouts.append(Rollout(number, Response(ids, near.tolist(), is_whole=count < MAX_NEW), (reward,)))
+            sampled = [count <= 4 or at not in (2, 3) for at in range(count)]
+            talk = Conversation(prompts[number], [], [], sampled, reward) if turns else None
+            response = Response(ids, near.tolist(), is_whole=count < MAX_NEW, conversation=talk)
+            rollouts.append(Rollout(number, response, (reward,)))
     return prompts, rollouts
 
 
@@ -58,20 +65,21 @@ def plain_loss(
         advantage = rollout.rewards[0] - group.mean() if len(set(group.tolist())) > 1 else torch.tensor(0.0)
         if section.loss != "dr_grpo":
             advantage = advantage / (group.std() + 1e-4)
-        log_probs, entropies = plain_log_probs(model, prompt, response.ids)
-        engine = torch.tensor(response.log_probs)
+        sampled = torch.tensor(response.sampled)
+        log_probs, entropies = (one[sampled] for one in plain_log_probs(model, prompt, response.ids))
+        engine = torch.tensor(response.log_probs)[sampled]
         ratio = torch.exp(log_probs - (log_probs.detach() if updates == 1 else engine))
         clipped = torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high)
         tokens = -torch.minimum(ratio * advantage, clipped * advantage)
         if updates == 1 and section.importance_cap:
             tokens = tokens * torch.exp(log_probs.detach() - engine).clamp(max=section.importance_cap)
         with torch.no_grad():
-            anchor, _ = plain_log_probs(reference, prompt, response.ids)
+            anchor = plain_log_probs(reference, prompt, response.ids)[0][sampled]
         kl = torch.exp(anchor - log_probs) - (anchor - log_probs) - 1
         tokens = tokens + section.kl * kl
         counts = response.is_whole or section.truncated == "keep"
         sums.append(tokens.sum() * counts)
-        lengths.append(len(response.ids))
+        lengths.append(len(log_probs))
         whole.append(counts)
         inactive = clipped != ratio
         figures = {

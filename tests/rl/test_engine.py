@@ -110,7 +110,7 @@ def _trainer_and_engine(folder: Path, case: Case, tp: int) -> float:
         prompts, _ = make_rollouts(tiny_model(case.kind))
         asked = [Request(prompt, (version, at)) for at, prompt in enumerate(prompts)]
         found = engine.generate(asked, max_new_tokens=20, temperature=0.8)
-        texts = [(prompt, response.ids) for prompt, response in zip(prompts, found, strict=True)]
+        texts = [(prompt, one.ids, one.sampled) for prompt, one in zip(prompts, found, strict=True)]
         values = {"engine": [torch.tensor(response.log_probs).numpy() for response in found]}
         sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
         for batch in pack(texts, values, seq_len=64, micro_batch_size=1, pad_id=0, **sizes):

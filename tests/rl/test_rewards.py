@@ -17,6 +17,7 @@ from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl import rewards as rewards_module
+from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.prompts import arguments_of
 from fsdp2kit.rl.rewards import Rewards
 
@@ -71,7 +72,8 @@ def words(completions, **_):
 def arguments() -> dict[str, list[Any]]:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say a"}]
     prompts = [Prompt({"messages": messages, "target": "a"}, messages, [1, 2])] * 3
-    return arguments_of(prompts, ["a", "b", "a"], [[5], [6, 7], []], [False, False, True])
+    responses = [Response(ids, [], is_whole=bool(ids)) for ids in ([5], [6, 7], [])]
+    return arguments_of(prompts, responses, ["a", "b", "a"])
 
 
 @contextmanager
@@ -123,7 +125,8 @@ def test_a_fault_is_one_line(name: str, message: str, tmp_path: Path) -> None:
 def test_the_completion_that_a_function_raises_at_is_shown(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "Say " + "it " * 99}]
     prompts = [Prompt({"prompt": asked}, asked, [1]) for _ in range(3)]
-    given = arguments_of(prompts, ["good", "bad\nanswer", "good"], [[5], [6], [7]], [False] * 3)
+    responses = [Response([token], [], is_whole=True) for token in (5, 6, 7)]
+    given = arguments_of(prompts, responses, ["good", "bad\nanswer", "good"])
     for name, message in (
         ("raises_within", r'given response 2 of 3: prompt "Say (it )+i?t?…", completion "bad\\nanswer"; mend'),
         (

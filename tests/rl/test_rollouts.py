@@ -26,6 +26,7 @@ from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.progress import Progress
+from fsdp2kit.rl.conversations import Conversations
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_packs
 from fsdp2kit.rl.rollouts import Rollouts
@@ -347,6 +348,7 @@ def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "
     mesh: Any = SimpleNamespace(device=none)
     metrics = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
     given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "tokenizer": none}
+    given["conversations"] = Conversations(config, none)
     given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
     return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
 
@@ -599,7 +601,7 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
     rollouts = _rollouts(toml)
     rollouts._prompts = prompts_of(toml, "train.steps=9")
-    requests = [request for number in range(9) for request in rollouts._requests(number)]
+    questions = [question for number in range(9) for question in rollouts._questions(number)]
     asked: list[Any] = []
 
     def note(held_out: Sequence[Any], _: int) -> None:
@@ -610,9 +612,9 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
     with pytest.raises(_EnoughError):
         rollouts()
-    assert (len(requests), len(asked)) == (9 * 16, 10)
+    assert (len(questions), len(asked)) == (9 * 16, 10)
     # As torch and numpy have it, a seed with zeros behind it is the same one.
-    assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
+    assert len({tuple(np.trim_zeros(question.seed, "b")) for question in (*questions, *asked)}) == 9 * 16 + 10
 
 
 def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path) -> None:
