@@ -367,7 +367,7 @@ def test_a_changed_option_is_another_reward(tmp_path: Path) -> None:
     assert kept("exact_answer")["reward.exact_answer"]["files"] == files, "nothing else counts without options"
 
 
-def test_the_check_and_a_run_refuse_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_check_refuses_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "toml/grpo_demo.toml"
     (tmp_path / "schema.json").write_text("{}")
     text = demo.read_text(encoding="utf-8").replace('"demo/', f'"{demo.parent}/demo/')
