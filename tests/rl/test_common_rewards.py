@@ -293,7 +293,7 @@ def test_the_process_imports_no_torch() -> None:
         ("matches_schema", {"schema": 3}, "schema is no JSON schema: it is no table"),
     ],
 )
-@pytest.mark.parametrize("columns", [(), GIVEN])
+@pytest.mark.parametrize("columns", [GIVEN, pytest.param((), marks=pytest.mark.full)])
 def test_wrong_options_are_a_line_at_the_start(
     function: str, options: dict[str, Any], message: str, columns: tuple[str, ...]
 ) -> None:
