@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -36,8 +37,21 @@ def _absolute_function(value: Any, info: ValidationInfo) -> Any:
     return f"{file}{colon}{name}"
 
 
+def _absolute_files(value: Any, info: ValidationInfo) -> Any:
+    """Make the paths absolute that options named ``…_file`` are."""
+    if not isinstance(value, dict):
+        return value
+    found = {name: absolute_path(one, info) if name.endswith("_file") else one for name, one in value.items()}
+    for name, file in found.items():
+        if name.endswith("_file") and not (isinstance(file, str) and Path(file).is_file()):
+            raise ValueError(f"{name} = {file!r}: no such file")
+    return found
+
+
 FunctionPath = Annotated[str, Field(pattern=r"^[^:].*:\w+$"), BeforeValidator(_absolute_function)]
 """``module:function`` or ``path.py:function``, the path relative to the TOML that it is written in."""
+FunctionOptions = Annotated[dict[str, JsonValue], BeforeValidator(_absolute_files)]
+"""Keyword arguments of a function. A name that ends in ``_file`` is of a path, relative to the TOML."""
 
 
 class PromptDataConfig(DataConfig):
@@ -239,6 +253,8 @@ class RewardConfig(Section):
 
     function: FunctionPath
     """`module:function`, or `path.py:function` with a path relative to this TOML."""
+    options: FunctionOptions = {}
+    """Further keyword arguments of every call. One whose name ends in `_file` is a path relative to this TOML."""
     name: str | None = None
     """Name in the metrics. Default: the function's."""
     weight: float = 1.0

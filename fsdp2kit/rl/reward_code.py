@@ -1,15 +1,17 @@
-"""The source files of a reward function: its own, and those below its folder that it imports."""
+"""What a reward function is known by: its source files, those below its folder that it imports, and its options."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import importlib.util
+import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 _LIBRARIES = {"site-packages", "dist-packages"}
 
@@ -47,6 +49,15 @@ def code_digests(function: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def option_digests(options: Mapping[str, Any]) -> dict[str, str]:
+    """Digest of each option, by its name in messages; for a path, ``…_file``, that of the file's content."""
+    found = {}
+    for name, value in options.items():
+        content = Path(value).read_bytes() if name.endswith("_file") else json.dumps(value, sort_keys=True).encode()
+        found[f"option {name}"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return found
+
+
 def _folder_of(module: str) -> Path | None:
     """The folder that a top-level module or package is imported from, as the function's process does."""
     spec: ModuleSpec | None = PathFinder.find_spec(module, [str(Path.cwd()), *sys.path])
@@ -73,7 +84,11 @@ def _imported(source: bytes, package: Sequence[str]) -> Iterator[list[str]]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a file that another one imports under a condition
         return
-    for node in ast.walk(tree):
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        todo += node.orelse if for_types else ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -1,12 +1,14 @@
-"""A process that calls one reward function: python reward_worker.py FD FUNCTION COLUMNS
+"""A process that calls one reward function: python reward_worker.py FD FUNCTION
 
-FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``, COLUMNS is a JSON list of the
-keywords of a call (empty: not known). The process runs this file by its path, so it imports only what the function
-imports. The first message says that the function exists and takes these keywords; then each request, a dict of keyword
-arguments, gets an answer. Every message is ``(ok, value)``; the value of an error is its text.
+FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``. The process runs this file by
+its path, so it imports only what the function imports. The first request is ``(columns, options)``: the keywords of a
+call (empty: not known), and further arguments of every call. Its answer says that the function exists and takes both;
+then each request, a dict of keyword arguments, gets an answer. Every answer is ``(ok, value)``; the value of an error
+is the key of ``[[reward]]`` at fault, what is wrong and what to do.
 """
 
 import ctypes
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+GIVEN = ("prompts", "completions", "completion_ids", "truncated")
+"""What every call is given besides columns of the rows."""
+MEND = "mend the function"
 MOST_SHOWN = 80  # characters of a prompt or completion in a message
 
 
@@ -39,17 +44,49 @@ def load_function(text: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def check_call(function: Any, columns: Sequence[str]) -> None:
-    """Raise a TypeError if the function cannot be called with these keywords."""
+class OptionsError(Exception):
+    """Options that the function does not take: what is wrong, and what to do."""
+
+
+def check_options(function: Any, options: Mapping[str, Any]) -> None:
+    """Raise an `OptionsError` if an option is no argument of the function, or if its ``check_options`` refuses one.
+
+    A function may have that attribute: it is called with the options, and raises a ValueError or an ImportError.
+    """
+    try:
+        arguments = inspect.signature(function).parameters.values() if options else ()
+    except ValueError:  # some functions of C have none
+        arguments = ()
+    # What **columns would take is no option: a name that is misspelt would do nothing.
+    names = [one.name for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    for name in options:
+        if name in GIVEN:
+            raise OptionsError(f"{name!r} is what every call is given", "give the option another name")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            todo = f"did you mean {near[0]}?" if near else "name it among the function's arguments, or leave it out"
+            raise OptionsError(f"the function has no argument {name!r}", todo)
+    if check := getattr(function, "check_options", None):
+        try:
+            inspect.signature(check).bind(**options)
+            check(**options)
+        except (TypeError, ValueError, ImportError) as error:
+            todo = "then start again" if isinstance(error, ImportError) else "correct it"
+            raise OptionsError(str(error), todo) from None
+
+
+def check_call(function: Any, columns: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise a TypeError if the function cannot be called with these keywords, an `OptionsError` for the options."""
     if not callable(function):
         raise TypeError(f"it is of type {type(function).__name__}, no function")
+    check_options(function, options)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of C have none
         return
     try:
         if columns:
-            signature.bind(**dict.fromkeys(columns))
+            signature.bind(**dict.fromkeys([*columns, *options]))
     except TypeError as error:
         takes = f"it is called with {', '.join(columns)}; end its arguments with **columns to take all"
         raise TypeError(f"{error}: {takes}") from None
@@ -117,13 +154,17 @@ def plain(rewards: Any) -> list[float | None]:
 
 def main() -> None:
     end_with_parent()
-    connection, text, columns = Connection(int(sys.argv[1])), sys.argv[2], json.loads(sys.argv[3])
+    connection = Connection(int(sys.argv[1]))
     try:
-        function = load_function(text)
-        check_call(function, columns)
+        columns, options = connection.recv()
+        function = load_function(sys.argv[2])
+        check_call(function, columns, options)
         connection.send((True, None))
+    except OptionsError as error:
+        connection.send((False, ("options", *error.args)))
+        return
     except BaseException as error:  # a module may call sys.exit
-        connection.send((False, describe(error)))
+        connection.send((False, ("function", describe(error), MEND)))
         return
     while True:
         try:
@@ -131,12 +172,12 @@ def main() -> None:
         except EOFError:  # the trainer has ended
             return
         try:
-            connection.send((True, plain(function(**request))))
+            connection.send((True, plain(function(**{**request, **options}))))
         except BaseException as error:  # a function may call sys.exit
             where = ""
             with suppress(Exception):  # it may have changed what it was given
                 where = f", given {at_fault(error, request)}"
-            connection.send((False, f"{describe(error)}{where}"))
+            connection.send((False, ("function", f"{describe(error)}{where}", MEND)))
 
 
 if __name__ == "__main__":

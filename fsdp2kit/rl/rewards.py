@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import multiprocessing
 import subprocess
@@ -19,7 +18,7 @@ from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.reward_code import code_digests
+from fsdp2kit.rl.reward_code import code_digests, option_digests
 from fsdp2kit.rl.reward_worker import excerpt
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
@@ -36,7 +35,8 @@ class Rewards(ExitStack):
             columns: what the functions will be called with, by keyword; empty: not known.
 
         Raises:
-            UserError: a function cannot be imported, or not be called with ``columns``; two have the same name.
+            UserError: a function cannot be imported, or not be called with ``columns`` and its options; two have the
+                same name.
         """
         super().__init__()
         self.names = [section.label for section in sections]
@@ -44,7 +44,7 @@ class Rewards(ExitStack):
         self.weights = np.array([section.weight for section in sections])
         """Each function's weight in the sum, float64."""
         self.contents: dict[str, Content] = {}
-        """Each function's source, by its name in messages."""
+        """Each function's source and options, by its name in messages."""
         self._columns, self._workers = columns, list[_Worker]()
         with agreement(), ExitStack() as started:
             if twice := next((name for name in self.names if self.names.count(name) > 1), None):
@@ -54,7 +54,7 @@ class Rewards(ExitStack):
                 started.callback(self._workers[-1].end)
             for worker in self._workers:
                 worker.receive(_IMPORT_SECONDS)
-            code = [code_digests(section.function) for section in sections]
+            code = [{**code_digests(one.function), **option_digests(one.options)} for one in sections]
             self.push(started.pop_all())
         code = gather_objects(code)[0]  # rank 0's: another rank may have read a file that changed meanwhile
         for name, section, files in zip(self.names, sections, code, strict=True):
@@ -83,14 +83,15 @@ class _Worker:
     """The process of one function."""
 
     def __init__(self, number: int, section: RewardConfig, columns: Collection[str]) -> None:
-        self._section, self._where = section, f"reward.{number}.function: {section.function}"
+        self._section, self._number = section, number
         self._connection, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
         # multiprocessing's children would import the trainer's own modules, torch among them. A session of its own
         # keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
-        command = [sys.executable, str(_WORKER), str(handle), section.function, json.dumps(list(columns))]
+        command = [sys.executable, str(_WORKER), str(handle), section.function]
         self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
+        self.send((list(columns), section.options))
 
     def send(self, request: Any) -> None:
         with self._lost_is_an_error():
@@ -102,10 +103,11 @@ class _Worker:
             if not self._connection.poll(seconds):
                 self.end()
                 todo = "mend it, or give it more time: reward.timeout_seconds"
-                raise UserError(self._where, f"did not answer within {seconds:g} s", todo)
+                raise self._fault(f"did not answer within {seconds:g} s", todo)
             is_good, value = self._connection.recv()
         if not is_good:
-            raise UserError(self._where, value, "mend the function")
+            key, what, todo = value
+            raise self._fault(what, todo, key=key)
         return value
 
     def rewards(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
@@ -114,11 +116,11 @@ class _Worker:
         values = self.receive(self._section.timeout_seconds)
         if len(values) != count:
             what = f"returned {len(values)} rewards for {count} responses"
-            raise UserError(self._where, what, "return one for each completion")
+            raise self._fault(what, "return one for each completion")
         for number, value in enumerate(values, start=1):
             if value is not None and not math.isfinite(value):
                 what = f"returned {value} for response {number} of {count}: {excerpt(arguments, number - 1)}"
-                raise UserError(self._where, what, "return finite numbers, or None where it does not apply")
+                raise self._fault(what, "return finite numbers, or None where it does not apply")
         return np.array([value or 0.0 for value in values])
 
     def end(self) -> None:
@@ -136,4 +138,7 @@ class _Worker:
                 self._process.wait(timeout=10)
             self.end()
             what = f"its process ended with exit code {self._process.returncode}"
-            raise UserError(self._where, what, "the function must return; see what it printed above") from None
+            raise self._fault(what, "the function must return; see what it printed above") from None
+
+    def _fault(self, what: str, todo: str, *, key: str = "function") -> UserError:
+        return UserError(f"reward.{self._number}.{key}: {self._section.function}", what, todo)

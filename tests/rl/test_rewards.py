@@ -154,8 +154,9 @@ def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:
 TRAINER = """
 import json, multiprocessing, subprocess, sys, time
 ours, theirs = multiprocessing.Pipe()
-command = [sys.executable, sys.argv[1], str(theirs.fileno()), sys.argv[2], "[]"]
+command = [sys.executable, sys.argv[1], str(theirs.fileno()), sys.argv[2]]
 worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+ours.send(([], {}))
 assert ours.recv() == (True, None)
 ours.send({})
 print(worker.pid, flush=True)
