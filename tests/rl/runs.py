@@ -1,15 +1,18 @@
-"""A run of the recipe on a tiny model, which several tests start or read."""
+"""Runs of the recipe on a tiny model, and what they leave."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.prompts import Prompts, build_prompts
 from fsdp2kit.run import load
 from tests.reference import demo_model_dir
+from tests.workers import WorkerPool
 
 REWARDS = '''
 def spread(completion_ids, level, **_):
@@ -48,6 +51,40 @@ def write_toml(folder: Path, *, kind: str = "smollm2_even") -> Path:
         wandb.mode = "disabled"
     """)
     return folder / "run.toml"
+
+
+def run_recipe(toml: str, overrides: Sequence[str]) -> str:
+    try:
+        recipe, config = load(toml, overrides)
+        recipe.main(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
+    """The records of a run of the recipe."""
+    assert set(pool.run(size, run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])) == {""}
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What a run comes to: everything but speeds, memory and what depends on rounding alone."""
+    timed = (
+        "seconds",
+        "per_second",
+        "memory",
+        "tflops",
+        "mfu",
+        "time",
+        "packing",
+        "gap",
+        "epoch",
+        "start",
+        "slowest",
+        "straggler",
+    )
+    return [{key: value for key, value in one.items() if not any(word in key for word in timed)} for one in records]
 
 
 def prompts_of(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:

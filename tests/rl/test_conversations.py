@@ -72,6 +72,24 @@ class NoStep:
     def reset(self, row):
         return []
 '''
+FUNCTIONS = '''
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+async def search(text: str) -> str:
+    """Search.
+
+    Args:
+        text: what for.
+    """
+    return text[::-1]
+'''
 USER = {"role": "user", "content": "Sure?"}
 STOP = "<|im_end|>"
 
@@ -92,8 +110,10 @@ class Scripted(Engine):
 
 
 @contextmanager
-def holding(folder: Path, name: str, tokenizer: Any, *, seq_len: int = 512, **rollout: Any) -> Iterator[Conversations]:
-    (folder / "games.py").write_text(ENVIRONMENTS)
+def holding(
+    folder: Path, name: str, tokenizer: Any, *, seq_len: int = 512, code: str = ENVIRONMENTS, **rollout: Any
+) -> Iterator[Conversations]:
+    (folder / "games.py").write_text(code)
     values = {"recipe": "grpo", "model": {"path": "gpt2"}, "data": {"path": "x", "seq_len": seq_len}}
     section = {"environment": f"{folder}/games.py:{name}", "max_new_tokens": 64, **rollout}
     config = RLConfig.model_validate({**values, "train": {"steps": 1}, "rollout": section})
@@ -300,3 +320,28 @@ def test_a_loop_that_hangs_and_a_reset_without_messages(tmp_path: Path) -> None:
     expected = pytest.raises(UserError, match=r"^model\.chat_template: the tokenizer has no chat template")
     with expected, holding(tmp_path, "Talk", plain):
         pass
+
+
+def test_the_classes_of_the_documentation(tmp_path: Path) -> None:
+    """As docs/environments.md has them, with two functions that it leaves out."""
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    guess, tools = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    tokenizer = tokenizer_of("qwen25")
+    add, search = (
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in (("add", '{"a": 1, "b": 2}'), ("search", '{"text": "wet"}'))
+    )
+    row: Any = {"secret": 7, "question": "What is 1 + 2?", "answer": "3"}
+    lengths: Any = {"seq_len": 4096, "max_new_tokens": 400}
+    for name, said, expected, reward in (
+        ("Guess", ["4", "8", "7"], ["higher", "lower"], 1.0),
+        ("Guess", ["seven"], [], 0.0),
+        ("WithTools", [add + search, "<tool_call>add", "It is 3."], ["3", "tew"], 0.0),
+        ("WithTools", [add, add.replace("2", '"x"'), "It is 3."], ["3", "error: unsupported operand"], 1.0),
+    ):
+        with holding(tmp_path, name, tokenizer, code=FUNCTIONS + guess + tools, **lengths) as conversations:
+            [found] = conversations.respond(asked(row), engine_for(tokenizer, *said))
+        assert found.conversation is not None
+        answers = [one["content"] for one in found.conversation.said if one["role"] != "assistant"]
+        assert [one[: len(start)] for one, start in zip(answers, expected, strict=True)] == expected
+        assert found.conversation.reward == reward

@@ -23,7 +23,6 @@ import pytest
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import local_part
-from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations
@@ -35,7 +34,7 @@ from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.reference import full
-from tests.rl.runs import prompts_of, write_toml
+from tests.rl.runs import numbers, prompts_of, run, run_recipe, write_toml
 from tests.workers import WorkerPool
 
 SAVES = ("checkpoint.every=1",)
@@ -45,40 +44,6 @@ DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toml(tmp_path_factory.mktemp("rl"))
-
-
-def _run_recipe(toml: str, overrides: Sequence[str]) -> str:
-    try:
-        recipe, config = load(toml, overrides)
-        recipe.main(config)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
-    """The records of a run of the recipe."""
-    assert set(pool.run(size, _run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])) == {""}
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What a run comes to: everything but speeds, memory and what depends on rounding alone."""
-    timed = (
-        "seconds",
-        "per_second",
-        "memory",
-        "tflops",
-        "mfu",
-        "time",
-        "packing",
-        "gap",
-        "epoch",
-        "start",
-        "slowest",
-        "straggler",
-    )
-    return [{key: value for key, value in one.items() if not any(word in key for word in timed)} for one in records]
 
 
 @pytest.mark.full
@@ -140,7 +105,7 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
     names = ("sleep", "wake", "finish_update", "generate")
     with mock.patch.multiple(TransformersEngine, **{name: noted(name) for name in names}):
-        assert _run_recipe(toml, overrides) == ""
+        assert run_recipe(toml, overrides) == ""
     return calls
 
 
@@ -228,7 +193,7 @@ def test_killed_anywhere_in_a_cycle_every_digit_is_the_same(toml: Path, tmp_path
 
 def _lines_of_recipe(toml: str, overrides: Sequence[str]) -> str:
     with redirect_stdout(StringIO()) as said:
-        assert _run_recipe(toml, overrides) == ""
+        assert run_recipe(toml, overrides) == ""
     return said.getvalue()
 
 
@@ -506,7 +471,7 @@ def test_what_is_not_there_is_refused_before_a_directory_is_made(toml: Path, tmp
             ([f"reward=[{{function='{mine}:needs'}}]"], "missing a required argument: 'no_such_column'"),
             ([f"reward=[{{function='{mine}:absent'}}]"], "^reward.0.function: .*AttributeError"),
         ):
-            assert re.search(message, _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *options]))
+            assert re.search(message, run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *options]))
             assert not (tmp_path / "x").exists()
         server.shutdown()
 
@@ -579,7 +544,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
     ],
 )
 def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path: Path) -> None:
-    said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *override.splitlines()])
+    said = run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *override.splitlines()])
     assert re.search(message, said)
     assert "\n" not in said
     assert not (tmp_path / "x").exists()
@@ -588,7 +553,7 @@ def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path
 @pytest.mark.full
 def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = (*CP2, "rollout.tp=4", f"run.dir='{tmp_path}/x'", "data.path=" + str(toml.parent / "prompts.jsonl"))
-    said = pool.run(4, _run_recipe, str(toml), options)
+    said = pool.run(4, run_recipe, str(toml), options)
     assert set(said) == {"rollout.tp: 4 does not divide the model's num_key_value_heads 2; use a divisor of it"}
     assert not (tmp_path / "x").exists()
 
