@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -231,7 +231,7 @@ class NetworkSender:
 
         Args:
             data: ``[bytes]`` uint8.
-            entries: of each tensor, what `pieces` takes.
+            entries: ``[name, shape, dtype's name, first byte]`` of each tensor.
 
         Raises:
             LinkError: a worker is gone, or did not answer in time.
@@ -274,19 +274,6 @@ class NetworkSender:
             self._link.close()
 
 
-def pieces(data: Tensor, entries: Iterable[list[Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each entry of a bucket; the tensors are views.
-
-    Args:
-        data: ``[bytes]`` uint8.
-        entries: ``[name, shape, dtype's name, first byte]`` of each.
-    """
-    for name, shape, dtype, offset in entries:
-        kind = getattr(torch, dtype)
-        flat = data[offset : offset + math.prod(shape) * kind.itemsize]
-        yield name, flat.view(kind).view(shape)
-
-
 def join(place: Place, *, number: int, count: int, device: torch.device) -> Link:
     """Join a trainer as one of a server's workers.
 
@@ -308,6 +295,54 @@ def join(place: Place, *, number: int, count: int, device: torch.device) -> Link
     except (OSError, RuntimeError) as error:
         raise LinkError(f"the trainer at {place['address']}:{place['port']}: {_plain(error)}") from None
     return Link(store, number + 1, count + 1, backend=backend, address=address, device=device, seconds=seconds)
+
+
+class NetworkReceiver:
+    """Takes the buckets of a `NetworkSender`, as one of a server's workers.
+
+    Args:
+        place, number, count, device: as `join` takes them.
+
+    Raises:
+        LinkError: as `join` does.
+    """
+
+    def __init__(self, place: Place, *, number: int, count: int, device: torch.device) -> None:
+        self._link, self._device = join(place, number=number, count=count, device=device), device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def receive(self, entries: list[list[Any]], nbytes: int) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of a bucket; each tensor may be kept.
+
+        Memory holds a bucket and the tensors that are kept; one that comes alone is not copied.
+
+        Args:
+            entries: ``[name, shape, dtype's name, first byte]`` of each tensor.
+            nbytes: of the bucket.
+
+        Raises:
+            LinkError: the trainer is gone, or did not send in time. The group is left.
+        """
+        if is_alone := len(entries) == 1:
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            if len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            data = self._buffer[:nbytes]
+        try:
+            self._link.broadcast(data)
+        except LinkError:
+            self.close()
+            raise
+        for name, shape, dtype, offset in entries:
+            kind = getattr(torch, dtype)
+            flat = data[offset : offset + math.prod(shape) * kind.itemsize]
+            tensor = flat.view(kind).view(shape)
+            yield name, tensor if is_alone else tensor.clone()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._link.close()
 
 
 # Groups beside the default one have no public constructor in torch, but for the classes of their backends. Their

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fsdp2kit.rl.checksums import Sum, differing
-from fsdp2kit.rl.network_transport import Link, Place, join, pieces
+from fsdp2kit.rl.network_transport import NetworkReceiver, Place
 
 BACKEND = "fsdp2kit"
 
@@ -49,7 +48,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str | None = None
     """A safetensors file with Hugging Face names; it is gone after the request (`SharedMemorySender`)."""
     entries: list[list[Any]] = field(default_factory=list)
-    """By network: what `pieces` takes."""
+    """By network: what `NetworkReceiver.receive` takes."""
     nbytes: int = 0
     """By network: size of the bucket."""
     sums: dict[str, Sum] | None = None
@@ -64,9 +63,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._link: Link | None = None
-        self._buffer: torch.Tensor | None = None
-        """``[bytes]`` uint8: several tensors that come together."""
+        self._trainer: NetworkReceiver | None = None
         self._is_open = False
         self._sums: dict[str, Sum] = {}
         self._unprepared: dict[Any, Any] = {}
@@ -78,7 +75,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.place is not None:
             one, ranks = self.parallel_config, self.parallel_config.world_size
             number, count = one.data_parallel_index * ranks + one.rank, one.data_parallel_size * ranks
-            self._link = join(init_info.place, number=number, count=count, device=self.device)
+            self._trainer = NetworkReceiver(init_info.place, number=number, count=count, device=self.device)
 
     def start_weight_update(self) -> None:
         """All weights follow, layer by layer."""
@@ -107,29 +104,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             # The file's mapping keeps tensors alive that vLLM holds until a layer is complete.
             with safe_open(update_info.path, "pt") as file:
                 self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-        else:
-            try:
-                self._receive(update_info.entries, update_info.nbytes)
-            except BaseException:
-                self.shutdown()  # the trainer has an error at once, too
-                raise
-
-    def _receive(self, entries: list[list[Any]], nbytes: int) -> None:
-        """Load a bucket that comes by network.
-
-        Memory holds one bucket, what vLLM keeps of a layer that is not complete, and a tensor that comes alone.
-        """
-        if self._link is None:
+        elif self._trainer is None:
             raise RuntimeError("weights come by network, and no trainer was met")
-        is_alone = len(entries) == 1
-        if is_alone or self._buffer is None or len(self._buffer) < nbytes:
-            data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._buffer = self._buffer if is_alone else data
         else:
-            data = self._buffer[:nbytes]
-        self._link.broadcast(data)
-        found = pieces(data, entries)
-        self.model.load_weights(found if is_alone else ((name, one.clone()) for name, one in found))
+            self.model.load_weights(self._trainer.receive(update_info.entries, update_info.nbytes))
 
     def finish_weight_update(self) -> None:
         """All weights have come."""
@@ -161,9 +139,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the trainer."""
-        link, self._link, self._buffer = self._link, None, None
-        if link is not None:
-            link.close()
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
 
 
 def _experts(model: Any) -> Iterator[tuple[Any, Any]]:

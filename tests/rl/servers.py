@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.rl.checksums import checksum
 from fsdp2kit.rl.engine import Bucket, Entry, Request, Response
-from fsdp2kit.rl.network_transport import Link, LinkError, join, pieces
+from fsdp2kit.rl.network_transport import LinkError, NetworkReceiver
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.sglang_engine import SGLangEngine
 from fsdp2kit.rl.vllm_engine import VLLMEngine
@@ -134,7 +134,7 @@ class VLLMStandIn(StandIn):
 
     def __init__(self) -> None:
         super().__init__()
-        self.link: Link | None = None
+        self.link: NetworkReceiver | None = None
         self.sums: dict[str, Any] = {}
         self.received: list[int] = []
         self.spoils: Callable[[], object] = lambda: None
@@ -148,14 +148,8 @@ class VLLMStandIn(StandIn):
     def receive(self, info: dict[str, Any]) -> None:
         """As the plugin does with a bucket that comes by network."""
         assert self.link is not None
-        data = torch.empty(info["nbytes"], dtype=torch.uint8)
-        try:
-            self.link.broadcast(data)
-        except LinkError:
-            self.leave()
-            raise
-        self.received.append(len(data))
-        self.weights |= {name: one.clone() for name, one in pieces(data, info["entries"])}
+        self.weights |= dict(self.link.receive(info["entries"], info["nbytes"]))
+        self.received.append(info["nbytes"])
 
     def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         try:
@@ -171,7 +165,7 @@ class VLLMStandIn(StandIn):
         if route == "init_weight_transfer_engine":
             self.leave()
             if place := body["init_info"].get("place"):
-                self.link = join(place, number=0, count=1, device=torch.device("cpu"))
+                self.link = NetworkReceiver(place, number=0, count=1, device=torch.device("cpu"))
         if route == "update_weights":
             info = body["update_info"]
             if "sums" in info:

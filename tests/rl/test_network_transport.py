@@ -94,7 +94,6 @@ def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> Non
     engine._leave()  # the trainer's end
     with pytest.raises(LinkError):
         server.receive({"entries": [], "nbytes": 100})
-    assert server.link is None
     update(engine, 1)
     assert ask(engine)
 
