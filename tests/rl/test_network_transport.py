@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp2kit.config.rl_schema import WeightSyncConfig
+from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
 from fsdp2kit.rl.network_transport import LinkError, Meeting, is_here, own_address
@@ -126,6 +128,31 @@ def test_which_way_is_chosen(server: VLLMStandIn) -> None:
     with serving(SGLangStandIn()) as other, pytest.raises(UserError, match="is not on rank 0's host"):
         engine_of(other, weight_sync=NETWORK)
     assert OPTIONS["is_main"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "said"),
+    [
+        (
+            "transformers",
+            {"transport": "memory"},
+            "weight_sync.transport: 'memory' with rollout.engine = 'transformers'",
+        ),
+        ("transformers", {"transport": "network"}, "weight_sync.transport: 'network' with rollout.engine"),
+        (
+            "sglang",
+            {"transport": "network"},
+            "weight_sync.transport: .*through this host's memory alone; start SGLang",
+        ),
+        ("sglang", {"verify": False}, "weight_sync.verify: false with rollout.engine = 'sglang', where nothing"),
+        ("vllm", {"verify": False, "transport": "network"}, None),
+        ("sglang", {"transport": "memory"}, None),
+    ],
+)
+def test_values_without_an_effect_are_refused(engine: Any, values: dict[str, Any], said: str | None) -> None:
+    config: Any = SimpleNamespace(rollout=RolloutConfig(engine=engine))
+    with nullcontext() if said is None else pytest.raises(UserError, match=said):
+        WeightSyncConfig(**values).check(config, cast(Any, None))
 
 
 def test_weights_that_the_server_spoils_are_not_served(server: VLLMStandIn) -> None:
