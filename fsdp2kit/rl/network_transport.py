@@ -186,20 +186,24 @@ class Meeting:
         Raises:
             LinkError: not all came in time.
         """
-        begun, workers = time.monotonic(), ["worker 0"]
-        while not self._store.check(workers):
-            still()
-            if time.monotonic() - begun > self.place["seconds"]:
-                missing = [name for name in workers if not self._store.check([name])]
-                raise LinkError(f"{', '.join(missing)} did not come within {self.place['seconds']:g} seconds")
-            time.sleep(_POLL)
-            if len(workers) == 1 and self._store.check(workers):
-                workers = [f"worker {number}" for number in range(int(self._store.get("worker 0").split()[0]))]
+        deadline = time.monotonic() + self.place["seconds"]
+        self._wait_for(["worker 0"], deadline, still)
+        count = int(self._store.get("worker 0").split()[0])
+        workers = [f"worker {number}" for number in range(count)]
+        self._wait_for(workers, deadline, still)
         kinds = {self._store.get(name).split()[1].decode() for name in workers}
         backend = "nccl" if kinds == {"cuda"} and device.type == "cuda" else "gloo"
         self._store.set("backend", backend)
         options: dict[str, Any] = {"address": self.place["address"], "seconds": self.place["seconds"]}
-        return Link(self._store, 0, 1 + len(workers), backend=backend, device=device, **options)
+        return Link(self._store, 0, 1 + count, backend=backend, device=device, **options)
+
+    def _wait_for(self, workers: list[str], deadline: float, still: Callable[[], object]) -> None:
+        while not self._store.check(workers):
+            still()
+            if time.monotonic() > deadline:
+                missing = ", ".join(name for name in workers if not self._store.check([name]))
+                raise LinkError(f"{missing} did not come within {self.place['seconds']:g} seconds")
+            time.sleep(_POLL)
 
 
 class NetworkSender:

@@ -8,7 +8,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -72,7 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        with suppress(BrokenPipeError):  # a client that no longer waits
+            self.wfile.write(text)
 
     do_GET = do_POST = _answer
 

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
-from fsdp2kit.rl.network_transport import LinkError, Meeting, is_here, own_address
+from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from tests.rl.servers import (
     OPTIONS,
@@ -115,6 +115,23 @@ def test_a_server_that_does_not_receive_in_time(server: VLLMStandIn) -> None:
 def test_no_worker_comes() -> None:
     with pytest.raises(LinkError, match=r"worker 0 did not come within 0\.2 seconds"):
         Meeting("127.0.0.1", 0.2).join(torch.device("cpu"), lambda: None)
+
+
+def test_all_workers_of_a_server_receive() -> None:
+    meeting = Meeting("127.0.0.1", 20)
+    others = [
+        in_background(lambda at=at: NetworkReceiver(meeting.place, number=at, count=3, device=torch.device("cpu")))
+        for at in (2, 0, 1)
+    ]
+    link = meeting.join(torch.device("cpu"), lambda: None)
+    sent = torch.arange(12.0).view(3, 4)
+    got = [
+        in_background(lambda one=one: dict(one.result().receive([["a", [3, 4], "float32", 0]], 48))) for one in others
+    ]
+    link.broadcast(sent.view(-1).view(torch.uint8))
+    assert all(torch.equal(one.result()["a"], sent) for one in got)
+    for one in (link, *(one.result() for one in others)):
+        one.close()
 
 
 def test_which_way_is_chosen(server: VLLMStandIn) -> None:

@@ -72,9 +72,10 @@ def test_five_cycles_over_the_network_as_through_memory(mesh: str, hosts: Hosts)
     other = folder / "memory"
     other.mkdir()
     with served(hosts, model):
-        job = train(hosts, "network", mesh, prepare=partial(ask, asked, str(folder / "answers.jsonl")))
+        short = [mesh, "rollout.max_new_tokens=8"]
+        job = train(hosts, "network", *short, prepare=partial(ask, asked, str(folder / "answers.jsonl")))
         assert job.codes(seconds=600) == [0, 0], job.said()
-        options = [mesh, "weight_sync.transport=memory", f"run.dir={other}/run", "checkpoint.every=5"]
+        options = [*short, "weight_sync.transport=memory", f"run.dir={other}/run", "checkpoint.every=5"]
         job = train(hosts, "memory", *options, prepare=partial(ask, asked, str(other / "answers.jsonl")))
         assert job.codes(seconds=600) == [0, 0], job.said()
     check_cycles(folder, model, asked, dtype="float32", slack=1e-4)
