@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -24,6 +26,7 @@ VARIABLES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    path_in_environment("FSDP2KIT_VLLM_PYTHON")
     with two_hosts(tmp_path) as hosts:
         yield hosts
 
@@ -57,9 +60,10 @@ def figures(folder: Path, *keys: str) -> list[float]:
     return [json.loads(line)[key] for line in lines for key in keys]
 
 
-def served(hosts: Hosts, model: Path, options: Sequence[object] = ()):
+def served(hosts: Hosts, model: Path) -> AbstractContextManager[str]:
+    """A server on the second host."""
     python = path_in_environment("FSDP2KIT_VLLM_PYTHON")
-    where = {"within": hosts[1].command(), "address": hosts[1].address, "port": PORT, "options": options}
+    where: Any = {"within": hosts[1].command(), "address": hosts[1].address, "port": PORT}
     return vllm_server(python, model, hosts.folder, dtype="float32", **where)
 
 
