@@ -8,6 +8,7 @@ python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
 python tools/bench.py ring [--device cpu --dry-run]
 [torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
+torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py scale [--ranks 8 64 1024] [--shards 64]
 python tools/bench.py report FOLDER
@@ -37,7 +38,14 @@ from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {"vocabulary": "kernels", "ring": "kernels", "gpu": "gpu", "scale": "scale", "experts": "experts"}
+COMMANDS |= {
+    "vocabulary": "kernels",
+    "ring": "kernels",
+    "gpu": "gpu",
+    "scale": "scale",
+    "experts": "experts",
+    "sync": "sync",
+}
 """By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
 
 

@@ -217,6 +217,25 @@ class WeightSyncConfig(Section):
 
     bucket_mib: PositiveInt = 256
     """Weights are gathered and sent in pieces of this size."""
+    transport: Literal["auto", "memory", "network"] = "auto"
+    """A server only. "memory": through the memory of rank 0's host. "network": by broadcast to a server on any host
+    (vLLM only; gloo on a CPU, NCCL on CUDA). "auto": "memory" where `rollout.url` leads to rank 0's host."""
+    verify: bool = True
+    """vLLM only: compare checksums of some tensors that the server holds after each update with what was sent."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        engine = config.rollout.engine
+        if self.transport != "auto" and config.rollout.embedded:
+            what = (
+                f"{self.transport!r} with rollout.engine = {engine!r}, which has the weights on the trainer's devices"
+            )
+            raise UserError("weight_sync.transport", what, "leave it out")
+        if self.transport == "network" and engine == "sglang":
+            what = "'network' with rollout.engine = 'sglang': it gets weights through this host's memory alone"
+            raise UserError("weight_sync.transport", what, "start SGLang on rank 0's host, or use vLLM")
+        if not self.verify and engine != "vllm":
+            what = f"false with rollout.engine = {engine!r}, where nothing is compared"
+            raise UserError("weight_sync.verify", what, "leave it out")
 
 
 class GRPOConfig(Section):

@@ -54,7 +54,8 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
         server = {"vllm": VLLMEngine, "sglang": SGLangEngine}[section.engine]
         run, seconds = gather_objects(secrets.token_hex(4))[0], 60 * config.run.timeout_minutes
         with agreement():
-            return server(section, dtype=dtype, run=run, is_main=rank() == 0, stops=stops, timeout=seconds)
+            options = {"stops": stops, "timeout": seconds, "weight_sync": config.weight_sync}
+            return server(section, dtype=dtype, run=run, is_main=rank() == 0, **options)
     copy: Any = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
     with agreement():
         cast_model(copy.eval().requires_grad_(False), dtype)

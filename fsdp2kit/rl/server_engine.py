@@ -1,4 +1,4 @@
-"""What rollout engines on a server of vLLM or SGLang have in common. The server is on this host, asked over HTTP.
+"""What rollout engines on a server of vLLM or SGLang have in common. The server is asked over HTTP.
 
 The user starts it with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost its
 weights, and another trainer may have sent it others. The server's version therefore names this run, and responses
@@ -17,9 +17,10 @@ import httpx
 import numpy as np
 import torch
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Engine, EngineMemory, GoOn, Request, Response
+from fsdp2kit.rl.network_transport import is_here
 
 _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
@@ -37,15 +38,18 @@ class ServerEngine(Engine):
         is_main: whether this rank sends the weights.
         stops: tokens that end a response.
         timeout: seconds that a request may take.
+        weight_sync: how weights are sent.
 
     Raises:
-        UserError: no server answers.
+        UserError: no server answers, or it cannot get weights where it is.
     """
 
     kind: str
     """The server's name in messages."""
     missing: str
     """What to do about a server that does not know a route."""
+    takes_network = False
+    """Whether it can be on another host than rank 0."""
     takes_parts = False  # servers load a fused layer once all its pieces have come
 
     def __init__(
@@ -57,6 +61,7 @@ class ServerEngine(Engine):
         is_main: bool,
         stops: Sequence[int],
         timeout: float,
+        weight_sync: WeightSyncConfig = WeightSyncConfig(),  # noqa: B008 (it does not change)
     ) -> None:
         self.dtype = dtype
         self._url, self._at_once, self._sleeps = section.url.rstrip("/"), section.batch_size, section.sleep
@@ -67,6 +72,8 @@ class ServerEngine(Engine):
         try:
             # trust_env=False: the environment's proxy is for other hosts.
             self._client = httpx.Client(base_url=self._url, timeout=patience, transport=transport, trust_env=False)
+            self._host, self._verifies = self._client.base_url.host, weight_sync.verify
+            self._by_network = is_main and self._crosses_network(weight_sync.transport)
             with self._understood():
                 self._name = self._served_model()
         except httpx.InvalidURL as problem:
@@ -74,6 +81,14 @@ class ServerEngine(Engine):
             raise UserError("rollout.url", f"{section.url!r} is no address ({problem})", todo) from None
         except RunFailure as problem:
             raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
+
+    def _crosses_network(self, transport: str) -> bool:
+        """Whether weights go by network."""
+        crosses = not is_here(self._host) if transport == "auto" else transport == "network"
+        if crosses and not self.takes_network:
+            what = f"{self._url} is not on rank 0's host, whose memory {self.kind} gets weights through"
+            raise UserError("rollout.url", what, f"start {self.kind} on that host, or use vLLM")
+        return crosses
 
     def _served_model(self) -> str:
         """The name of its model."""

@@ -1,12 +1,15 @@
-"""A vLLM server on this host as the rollout engine (docs/grpo.md). `vllm_plugin` receives its weights there."""
+"""A vLLM server as the rollout engine (docs/grpo.md). `vllm_plugin` receives its weights there."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.rl.checksums import Sum, checksum, is_chosen
 from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.network_transport import LinkError, NetworkSender
 from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
 
 
@@ -14,6 +17,9 @@ class VLLMEngine(ServerEngine):
     """See `ServerEngine`; pausing clears the server's cache."""
 
     kind = "vLLM"
+    takes_network = True
+    _sender: NetworkSender | None = None
+    _sums: dict[str, Sum]
     missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
 
     def _served_model(self) -> str:
@@ -38,8 +44,11 @@ class VLLMEngine(ServerEngine):
         return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
     def _open_update(self) -> None:
+        self._leave()
+        self._sums = {}
         self._post("pause")  # ends another trainer's requests
-        self._post("init_weight_transfer_engine", init_info={})
+        if not self._by_network:
+            self._post("init_weight_transfer_engine", init_info={})
         try:
             self._post("start_weight_update")
         except RunFailure:  # an update that failed is still open: close it, and overwrite its weights
@@ -47,12 +56,52 @@ class VLLMEngine(ServerEngine):
             self._post("start_weight_update")
 
     def load_weights(self, bucket: Bucket) -> None:
-        if self._is_main:
+        if not self._is_main:
+            return
+        if self._by_network:
+            with self._linked() as sender:
+                entries = [[one.name, one.shape, str(one.dtype)[6:], one.offset] for one in bucket.entries]
+                sender.send(bucket.data, entries)
+        else:
             send = SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path}))
             send.load_weights(bucket)
+        if self._verifies and self._coming is not None:
+            chosen = [pair for pair in bucket.tensors() if is_chosen(pair[0], self._coming)]
+            self._sums |= {name: checksum(tensor) for name, tensor in chosen}
+
+    @contextmanager
+    def _linked(self) -> Iterator[NetworkSender]:
+        """The way to the server's workers, for as long as it holds."""
+        if self._sender is None:
+            # Each wait, and two of them one after the other, are shorter than the other ranks' in their collective.
+            self._sender = NetworkSender(
+                self._host,
+                0.3 * self._timeout,
+                invite=lambda place: self._post("init_weight_transfer_engine", init_info={"place": place}),
+                announce=lambda info: self._post("update_weights", update_info=info),
+            )
+        try:
+            yield self._sender
+        except LinkError as error:
+            self._leave()
+            raise RunFailure(f"vLLM server {self._url}: the way of the weights to it broke ({error})") from None
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     def _close_update(self, label: str) -> None:
+        if self._sender is not None:
+            with self._linked() as sender:
+                sender.settle()
+        if self._sums:
+            self._post("update_weights", update_info={"sums": self._sums})
         self._post("finish_weight_update", weight_version=label)
+        self._leave()
         self._post("resume")
 
     def _release(self) -> None:

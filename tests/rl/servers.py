@@ -8,7 +8,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.rl.checksums import checksum
 from fsdp2kit.rl.engine import Bucket, Entry, Request, Response
+from fsdp2kit.rl.network_transport import LinkError, NetworkReceiver
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.sglang_engine import SGLangEngine
 from fsdp2kit.rl.vllm_engine import VLLMEngine
@@ -70,7 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        with suppress(BrokenPipeError):  # a client that no longer waits
+            self.wfile.write(text)
 
     do_GET = do_POST = _answer
 
@@ -130,14 +133,54 @@ class VLLMStandIn(StandIn):
 
     engine, looks, generates = VLLMEngine, "v1/models", "v1/completions"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.link: NetworkReceiver | None = None
+        self.sums: dict[str, Any] = {}
+        self.received: list[int] = []
+        self.spoils: Callable[[], object] = lambda: None
+
+    def leave(self) -> None:
+        """As a worker does, or its process's end."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()
+
+    def receive(self, info: dict[str, Any]) -> None:
+        """As the plugin does with a bucket that comes by network."""
+        assert self.link is not None
+        self.weights |= dict(self.link.receive(info["entries"], info["nbytes"]))
+        self.received.append(info["nbytes"])
+
     def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            return self.act(route, body)
+        except (LinkError, ValueError) as error:
+            return 500, {"error": str(error)}
+
+    def act(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "v1/models":
             return 200, {"data": [{"id": "policy"}]}
         if route == "weight_info":
             return 200, {"weight_version": self.version}
+        if route == "init_weight_transfer_engine":
+            self.leave()
+            if place := body["init_info"].get("place"):
+                self.link = NetworkReceiver(place, number=0, count=1, device=torch.device("cpu"))
         if route == "update_weights":
-            self.weights |= load_file(body["update_info"]["path"])
+            info = body["update_info"]
+            if "sums" in info:
+                self.sums = info["sums"]
+            elif "path" in info:
+                self.weights |= load_file(info["path"])
+            else:
+                self.receive(info)
         if route == "finish_weight_update":
+            self.leave()
+            self.spoils()
+            for name, wanted in self.sums.items():
+                if checksum(self.weights[name]) != wanted:
+                    raise ValueError(f"fsdp2kit: {name} does not hold what was sent")
             self.version = body["weight_version"]
         if route in ("pause", "resume"):
             self.paused = route == "pause"

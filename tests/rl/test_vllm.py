@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +38,22 @@ def path_in_environment(name: str) -> Path:
 
 @contextmanager
 def vllm_server(
-    python: Path, model: Path, folder: Path, *, dtype: str, port: int, options: Sequence[object] = ()
+    python: Path,
+    model: Path,
+    folder: Path,
+    *,
+    dtype: str,
+    port: int,
+    options: Sequence[object] = (),
+    within: Sequence[str] = (),
+    address: str = "127.0.0.1",
 ) -> Iterator[str]:
     """A server that knows this repository's plugin, as one that the package is installed beside; gives its URL.
 
     ``folder / "pid"`` names its process group.
+
+    Args:
+        within: begins a command that runs in another namespace, with the server's address.
     """
     metadata = folder / "fsdp2kit-0.dist-info"
     metadata.mkdir(exist_ok=True)
@@ -52,8 +63,20 @@ def vllm_server(
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\n" + point.replace('"', "") + "\n")
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype, "--port", port]
-    command += ["--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 16, "--host", "127.0.0.1"]
+    environment |= {"VLLM_HOST_IP": address} if within else {}
+    command = [
+        *within,
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--dtype",
+        dtype,
+        "--port",
+        port,
+    ]
+    command += ["--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 16, "--host", address]
     command += ["--weight-transfer-config", '{"backend": "fsdp2kit"}', *options]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
@@ -61,8 +84,8 @@ def vllm_server(
         )
         (folder / "pid").write_text(str(process.pid))
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_for(url, process, log=folder / "server.log")
+            url = f"http://{address}:{port}"
+            _wait_for(url, process, log=folder / "server.log", within=within)
             yield url
         finally:
             process.terminate()
@@ -78,14 +101,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_for(url: str, process: subprocess.Popen, *, log: Path) -> None:
+def _wait_for(url: str, process: subprocess.Popen, *, log: Path, within: Sequence[str]) -> None:
+    ask = f"import urllib.request as r; r.urlopen('{url}/health', timeout=5)"
     for _ in range(300):
         assert process.poll() is None, log.read_text()[-2000:]
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(1)
+        if subprocess.run([*within, sys.executable, "-S", "-c", ask], capture_output=True).returncode == 0:
+            return
+        time.sleep(1)
     raise TimeoutError(log.read_text()[-2000:])
 
 
@@ -118,7 +140,14 @@ def write_run(folder: Path, model: Path, port: int, *, dtype: str) -> Path:
 
 
 def _train_and_ask(toml: str, asked: list[list[int]], out: str, overrides: Sequence[str]) -> None:
-    """Run a recipe; before each batch of rollouts, rank 0 writes the version and greedy answers of the server."""
+    """Run a recipe, and ask before each batch of rollouts."""
+    with asking(asked, out):
+        recipe, config = load(toml, overrides)
+        recipe.main(config)
+
+
+def asking(asked: list[list[int]], out: str) -> Any:
+    """A patch: before each batch of rollouts, rank 0 writes the version and greedy answers of the server."""
     check, done = VLLMEngine.require, set[int]()
 
     def check_and_ask(engine: VLLMEngine, version: int) -> None:
@@ -131,9 +160,7 @@ def _train_and_ask(toml: str, asked: list[list[int]], out: str, overrides: Seque
                 line = {"version": version, "label": label, "answers": [response.ids for response in found]}
                 file.write(json.dumps(line) + "\n")
 
-    with mock.patch.object(VLLMEngine, "require", check_and_ask):
-        recipe, config = load(toml, overrides)
-        recipe.main(config)
+    return mock.patch.object(VLLMEngine, "require", check_and_ask)
 
 
 @pytest.mark.timeout(1800)
@@ -156,19 +183,24 @@ def test_five_cycles_with_a_real_server(
         break_off_an_update(url, model)
         overrides = [f"rollout.sleep={str(sleeps).lower()}"]
         pool.run(2, _train_and_ask, str(toml), asked, str(tmp_path / "answers.jsonl"), overrides)
-    cycles = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [cycle["version"] for cycle in cycles] == [0, 1, 2, 3, 4]
-    assert len({cycle["label"].partition(":")[0] for cycle in cycles}) == 1
-    for cycle in cycles:
-        weights = model if not cycle["version"] else export(tmp_path, cycle["version"])
-        plain: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype)).eval()
-        for ids, answer in zip(asked, cycle["answers"], strict=True):
-            assert_greedy(plain, ids, answer, slack=slack)
+    check_cycles(tmp_path, model, asked, dtype=dtype, slack=slack)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [record["log_prob_gap_max"] for record in records]
     assert len(gaps) == 5
     assert 0 < max(gaps) <= most
     assert max(record["log_prob_gap"] for record in records) <= mean
+
+
+def check_cycles(folder: Path, model: Path, asked: list[list[int]], *, dtype: str, slack: float) -> None:
+    """Five versions of one run, each with the greedy answers that transformers gives with its weights."""
+    cycles = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [cycle["version"] for cycle in cycles] == [0, 1, 2, 3, 4]
+    assert len({cycle["label"].partition(":")[0] for cycle in cycles}) == 1
+    for cycle in cycles:
+        weights = model if not cycle["version"] else export(folder, cycle["version"])
+        plain: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype)).eval()
+        for ids, answer in zip(asked, cycle["answers"], strict=True):
+            assert_greedy(plain, ids, answer, slack=slack)
 
 
 def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
