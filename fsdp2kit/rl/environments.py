@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,9 +51,10 @@ class Environments:
         except (EOFError, OSError):
             is_good, text = False, f"its process ended with exit code {self._process.wait()}"
         if not is_good:
-            self.end()
+            self._kill()
             raise UserError(self._where, text, "mend the class, or its name")
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
 
     def __enter__(self) -> Environments:
         return self
@@ -78,9 +81,14 @@ class Environments:
 
     def end(self) -> None:
         """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
+        self._kill()
+        self._receiver.join(timeout=5)
         self._connection.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the tools that it started
+        self._process.wait()
 
     def _ask(self, kind: str, number: int, argument: Any, *, given: str) -> Any:
         answer: Future[tuple[bool, Any]] = Future()
@@ -100,7 +108,7 @@ class Environments:
             todo += ", or give it more time: rollout.environment_seconds"
             with self._lock:
                 self._cause = self._cause or f"its process was ended, because {kind} {value}"
-            self._process.kill()
+            self._kill()
         if not is_good:
             raise UserError(self._where, f"{kind}: {value}; it was given {given}", todo)
         return value
