@@ -19,7 +19,6 @@ from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, k
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
-from fsdp2kit.bench.sync import bench_sync
 from tests.reference import full, needs_integers, slow
 from tests.workers import WorkerPool, run_command
 from tools.bench import report_lines, result_lines
@@ -96,17 +95,6 @@ def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
     assert_has_provenance(together, ranks=2)
     assert together["checks"] == {"losses_agree": True}
     assert together["rows"][0]["times_as_fast"]["ratio"] > 0
-
-
-@pytest.mark.full
-def test_sync_measures_both_ways_over_the_network(pool: WorkerPool) -> None:
-    result, _ = pool.run(2, last_result, bench_sync, params=1e-3, bucket_mib=1, rounds=2)
-    assert_has_provenance(result, ranks=2)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert rows.keys() == {"fsdp2kit", "full_tensor", "bound"}
-    assert rows["full_tensor"]["fsdp2kit_is_faster"]["ratio"] > 0
-    assert rows["fsdp2kit"]["receiver_peak_bytes"] > 0
-    assert result["checks"] == {"values_equal": True}
 
 
 # Others have the same settings on other shapes, or compiled.
