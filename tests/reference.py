@@ -170,10 +170,10 @@ _TRAINED_WHOLE = {
 }
 
 
-def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, **differing: Any) -> Path:
     """Write a tiny random model, as `tiny_model` makes it, to ``folder / kind`` and return that path."""
     path = folder / kind
-    tiny_model(kind).to(dtype).save_pretrained(path)
+    tiny_model(kind, **differing).to(dtype).save_pretrained(path)
     return path
 
 
@@ -188,12 +188,15 @@ def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = 
     return folder
 
 
-def tiny_model(kind: str) -> PreTrainedModel:
+def tiny_model(kind: str, **differing: Any) -> PreTrainedModel:
     """A tiny random model of `TINY`, `EVEN`, `MIXTURES` or `RECURRENT` in float32.
 
     Its norms are away from one, and routers' biases from zero, so that a lost or swapped one shows.
+
+    Args:
+        differing: values of its config.
     """
-    config = tiny_config(kind)
+    config = tiny_config(kind, **differing)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

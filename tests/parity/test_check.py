@@ -48,9 +48,11 @@ def verdicts(path: Path, *, whole: bool = False, **sections: Any) -> list[tuple[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_is_right_passes_in_both_dtypes(whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
-    path = tiny_model_dir("gemma3", tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "whole"), [("gemma3", False), ("gemma3n", False), pytest.param("gemma3", True, marks=pytest.mark.slow)]
+)
+def test_what_is_right_passes_in_both_dtypes(kind: str, whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir(kind, tmp_path)
     for found in pool.run(2, verdicts, path, whole=whole, fsdp={"param_dtype": "bfloat16"}):
         assert {verdict for *_, verdict, _ in found} == {"ok"}
         assert {dtype for _, dtype, _, _ in found} == {"float32", "bfloat16"}
