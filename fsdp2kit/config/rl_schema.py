@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
     """"transformers": a whole copy of the model on every rank (see `tp`), in padded batches with a cache. "vllm",
-    "sglang": a server on this host, started with the same model and tokenizer; docs/grpo.md has the commands."""
+    "sglang": a server, started with the same model and tokenizer (SGLang on rank 0's host); see docs/grpo.md."""
     url: str = "http://127.0.0.1:8000"
     """Where the server listens."""
     tp: PositiveInt = 1
