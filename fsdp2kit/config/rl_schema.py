@@ -104,7 +104,7 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 16
     """`environment` only: most turns of the model; a conversation that has no end by then is cut."""
     environment_seconds: PositiveFloat = 60.0
-    """`environment` only: how long one of its calls may take before the run stops."""
+    """`environment` only: most seconds of one of its calls; after that the run stops."""
     dtype: TrainingDType | None = None
     """Dtype of the engine's copy; a server has to be started with the same. Default: `fsdp.param_dtype`."""
     batch_size: PositiveInt = 64

@@ -39,7 +39,7 @@ class Environments:
         self._seconds, self._where = section.environment_seconds, f"rollout.environment: {section.environment}"
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._waiting: dict[int, Future[tuple[bool, Any]]] = {}
-        self._lock, self._cause = threading.Lock(), ""
+        self._lock, self._cause, self._is_late = threading.Lock(), "", False
         self._connection, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
         command = [sys.executable, "-m", "fsdp2kit.rl.environment_worker", str(handle), section.environment]
@@ -100,16 +100,17 @@ class Environments:
                 self._waiting[call] = answer
                 with suppress(OSError):  # the process has ended: `_receive` says so
                     self._connection.send((call, kind, number, argument))
-        todo = "mend the environment"
         try:
             is_good, value = answer.result(self._seconds)
         except TimeoutError:
             is_good, value = False, f"did not answer within {self._seconds:g} s"
-            todo += ", or give it more time: rollout.environment_seconds"
             with self._lock:
                 self._cause = self._cause or f"its process was ended, because {kind} {value}"
+                self._is_late = True
             self._kill()
         if not is_good:
+            more = ", or give it more time: rollout.environment_seconds"
+            todo = "mend the environment" + more * self._is_late
             raise UserError(self._where, f"{kind}: {value}; it was given {given}", todo)
         return value
 

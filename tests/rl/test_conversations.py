@@ -261,7 +261,7 @@ def test_environments_run_at_once_and_are_closed(tmp_path: Path, capfd: pytest.C
             "raises",
             r"step: ZeroDivisionError: division by zero \(.*games\.py:\d+\); it was given the model's \"Yes\.\"",
         ),
-        ("hangs", r"step: did not answer within 0\.5 s; .*; mend the environment, or give it more time: rollout\.env"),
+        ("hangs", r"did not answer within 0\.5 s; .*; mend the environment, or give it more time: rollout\.env"),
         ("ends", r"step: its process ended with exit code 3; "),
         ("leaves", r"step: SystemExit: enough"),
         ("none", r"step: TypeError: step returns a list of the next messages, .*, and returned None"),
