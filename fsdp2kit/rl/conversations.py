@@ -26,7 +26,8 @@ from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
 from fsdp2kit.rl.engine import Conversation, Engine, Request, Response
-from fsdp2kit.rl.environments import Environments, content_of_environment
+from fsdp2kit.rl.environments import Environments
+from fsdp2kit.rl.reward_code import code_digests, content_of_code
 
 _KEY = "rollout.environment"
 # Stand for the model's turns where the template is asked what it writes between them.
@@ -106,13 +107,8 @@ class Conversations(ExitStack):
                 what = "the tokenizer has no chat template, which conversations need"
                 raise UserError("model.chat_template", what, 'set one, such as "chatml"')
             self._environments = self.enter_context(Environments(config.rollout))
-            content = content_of_environment(environment)
+            content = content_of_code(environment, code_digests(environment), otherwise="another environment")
         self.contents[_KEY] = gather_objects(content)[0]  # rank 0's, as for rewards
-
-    @property
-    def is_rewarded(self) -> bool:
-        """Whether responses have rewards of an environment."""
-        return self._environments is not None
 
     def respond(self, questions: Sequence[Question], engine: Engine) -> list[Response]:
         """A response to each question. Collective among the ranks whose engines generate together.

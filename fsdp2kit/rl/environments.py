@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.data.contents import Content
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.reward_code import code_digests
 from fsdp2kit.rl.reward_worker import shortened
-
-_IMPORT_SECONDS = 120.0
+from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 
 
 class Environments:
@@ -40,18 +30,14 @@ class Environments:
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._waiting: dict[int, Future[tuple[bool, Any]]] = {}
         self._lock, self._cause, self._is_late = threading.Lock(), "", False
-        self._connection, theirs = multiprocessing.Pipe()
-        handle = theirs.fileno()
-        command = [sys.executable, "-m", "fsdp2kit.rl.environment_worker", str(handle), section.environment]
-        # A session of its own keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
-        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
+        self._process = UserProcess(["-m", "fsdp2kit.rl.environment_worker"], section.environment)
+        self._connection = self._process.connection
         try:
-            is_good, text = self._connection.recv() if self._connection.poll(_IMPORT_SECONDS) else (False, "hangs")
+            is_good, text = self._connection.recv() if self._connection.poll(IMPORT_SECONDS) else (False, "hangs")
         except (EOFError, OSError):
-            is_good, text = False, f"its process ended with exit code {self._process.wait()}"
+            is_good, text = False, f"its process ended with exit code {self._process.exit_code()}"
         if not is_good:
-            self._kill()
+            self._process.kill()
             raise UserError(self._where, text, "mend the class, or its name")
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
@@ -81,14 +67,9 @@ class Environments:
 
     def end(self) -> None:
         """End the process, whatever it is doing."""
-        self._kill()
+        self._process.kill()
         self._receiver.join(timeout=5)
         self._connection.close()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the tools that it started
-        self._process.wait()
 
     def _ask(self, kind: str, number: int, argument: Any, *, given: str) -> Any:
         answer: Future[tuple[bool, Any]] = Future()
@@ -107,7 +88,7 @@ class Environments:
             with self._lock:
                 self._cause = self._cause or f"its process was ended, because {kind} {value}"
                 self._is_late = True
-            self._kill()
+            self._process.kill()
         if not is_good:
             more = ", or give it more time: rollout.environment_seconds"
             todo = "mend the environment" + more * self._is_late
@@ -123,15 +104,7 @@ class Environments:
                     self._waiting.pop(call).set_result((is_good, value))
         except (EOFError, OSError):
             with self._lock:
-                self._cause = self._cause or f"its process ended with exit code {self._process.wait()}"
+                self._cause = self._cause or f"its process ended with exit code {self._process.exit_code()}"
                 for answer in self._waiting.values():
                     answer.set_result((False, self._cause))
                 self._waiting.clear()
-
-
-def content_of_environment(environment: str) -> Content:
-    """The source of an environment, as `fsdp2kit.rl.rewards` has those of rewards."""
-    files = code_digests(environment)
-    where, _, name = environment.rpartition(":")
-    digest = hashlib.blake2b(repr([f"{Path(where).name}:{name}", files]).encode(), digest_size=8).hexdigest()
-    return Content(digest, files=files, otherwise="another environment")

@@ -1,4 +1,4 @@
-"""What a reward function is known by: its source files, those below its folder that it imports, and its options."""
+"""What identifies a reward function or an environment: source files of its own, those it imports, and options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,22 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.data.contents import Content
+
 _LIBRARIES = {"site-packages", "dist-packages"}
+
+
+def content_of_code(function: str, files: Mapping[str, str], *, otherwise: str) -> Content:
+    """What identifies the user's code.
+
+    Args:
+        function: ``path.py:name`` or ``module:name``; only the last part of a path counts.
+        files: digests of its source files, and of its options.
+        otherwise: as `Content` has it.
+    """
+    where, _, name = function.rpartition(":")
+    digest = hashlib.blake2b(repr([f"{Path(where).name}:{name}", files]).encode(), digest_size=8).hexdigest()
+    return Content(digest, files=files, otherwise=otherwise)
 
 
 def code_digests(function: str) -> dict[str, str]:

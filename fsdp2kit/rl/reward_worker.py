@@ -24,7 +24,7 @@ from typing import Any
 
 GIVEN = ("prompts", "completions", "completion_ids", "truncated")
 """What every call is given besides columns of the rows."""
-MEND = "mend the function"
+_MEND = "mend the function"
 MOST_SHOWN = 80  # characters of a prompt or completion in a message
 
 
@@ -164,7 +164,7 @@ def main() -> None:
         connection.send((False, ("options", *error.args)))
         return
     except BaseException as error:  # a module may call sys.exit
-        connection.send((False, ("function", describe(error), MEND)))
+        connection.send((False, ("function", describe(error), _MEND)))
         return
     while True:
         try:
@@ -177,7 +177,7 @@ def main() -> None:
             where = ""
             with suppress(Exception):  # it may have changed what it was given
                 where = f", given {at_fault(error, request)}"
-            connection.send((False, ("function", f"{describe(error)}{where}", MEND)))
+            connection.send((False, ("function", f"{describe(error)}{where}", _MEND)))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import multiprocessing
-import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,11 @@ from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.reward_code import code_digests, option_digests
+from fsdp2kit.rl.reward_code import code_digests, content_of_code, option_digests
 from fsdp2kit.rl.reward_worker import excerpt
+from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
-_IMPORT_SECONDS = 120.0
 
 
 class Rewards(ExitStack):
@@ -53,14 +49,13 @@ class Rewards(ExitStack):
                 self._workers.append(_Worker(number, section, columns))
                 started.callback(self._workers[-1].end)
             for worker in self._workers:
-                worker.receive(_IMPORT_SECONDS)
+                worker.receive(IMPORT_SECONDS)
             code = [{**code_digests(one.function), **option_digests(one.options)} for one in sections]
             self.push(started.pop_all())
         code = gather_objects(code)[0]  # rank 0's: another rank may have read a file that changed meanwhile
         for name, section, files in zip(self.names, sections, code, strict=True):
-            function = f"{Path(section.function.rpartition(':')[0]).name}:{section.function.rpartition(':')[2]}"
-            digest = hashlib.blake2b(repr([function, files]).encode(), digest_size=8).hexdigest()
-            self.contents[f"reward.{name}"] = Content(digest, files=files, otherwise="another function")
+            content = content_of_code(section.function, files, otherwise="another function")
+            self.contents[f"reward.{name}"] = content
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Each response's reward by each function, float64 ``[responses, functions]``. All functions run at once.
@@ -75,8 +70,10 @@ class Rewards(ExitStack):
         absent = {name: [None] * count for name in self._columns if name not in arguments}
         for worker in self._workers:
             worker.send({**arguments, **absent})
-        columns = [worker.rewards(arguments) for worker in self._workers]
-        return np.stack([np.zeros(count), *columns], axis=1)[:, 1:]  # there may be no function
+        found = np.zeros((count, len(self._workers)))
+        for number, worker in enumerate(self._workers):
+            found[:, number] = worker.rewards(arguments)
+        return found
 
 
 class _Worker:
@@ -84,13 +81,8 @@ class _Worker:
 
     def __init__(self, number: int, section: RewardConfig, columns: Collection[str]) -> None:
         self._section, self._number = section, number
-        self._connection, theirs = multiprocessing.Pipe()
-        handle = theirs.fileno()
-        # multiprocessing's children would import the trainer's own modules, torch among them. A session of its own
-        # keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
-        command = [sys.executable, str(_WORKER), str(handle), section.function]
-        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
+        self._process = UserProcess([str(_WORKER)], section.function)
+        self._connection = self._process.connection
         self.send((list(columns), section.options))
 
     def send(self, request: Any) -> None:
@@ -127,17 +119,15 @@ class _Worker:
         """End the process, whatever it is doing."""
         self._connection.close()
         self._process.kill()
-        self._process.wait()
 
     @contextmanager
     def _lost_is_an_error(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)
+            code = self._process.exit_code()
             self.end()
-            what = f"its process ended with exit code {self._process.returncode}"
+            what = f"its process ended with exit code {code}"
             raise self._fault(what, "the function must return; see what it printed above") from None
 
     def _fault(self, what: str, todo: str, *, key: str = "function") -> UserError:

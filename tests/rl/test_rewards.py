@@ -89,7 +89,7 @@ def test_several_functions_see_conversations_and_columns(tmp_path: Path) -> None
         assert rewards.names == ["whole", "lengths"]
         for _ in range(2):
             np.testing.assert_array_equal(rewards(arguments()), [[1, 1], [0, 2], [0, 0]])
-    assert rewards._workers[0]._process.returncode is not None, "its process ends with the block"
+    assert rewards._workers[0]._process.exit_code(0) is not None, "its process ends with the block"
 
 
 def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) -> None:
