@@ -301,6 +301,8 @@ class RLConfig(TrainingConfig):
     @classmethod
     def _read_rows(cls, values: Any) -> Any:
         """With an environment, rows are what it reads."""
+        if not isinstance(values, dict):  # a config that was checked before
+            return values
         rollout, data = (values.get(name, {}) for name in ("rollout", "data"))
         if isinstance(rollout, dict) and rollout.get("environment") and isinstance(data, dict):
             return {**values, "data": {"format": "rows", **data}}

@@ -363,9 +363,8 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     name, before = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ[name] = (
-        "1"  # read by the constructor: a wait raises after the limit. Otherwise the process would be ended
-    )
+    # The constructor reads it: a wait raises after the limit. Without it NCCL's watchdog would end the process.
+    os.environ[name] = "1"
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:

@@ -86,13 +86,15 @@ class Prompts:
     def describe(self) -> list[str]:
         """What the user should know about the prompts before training, line by line."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)
-        made = lengths[-1] == 0
         dropped = f"; {counted(self.dropped, 'prompt')} dropped: too long" if self.dropped else ""
-        what = f"data: {counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
-        what += f"{lengths[len(lengths) // 2]}{dropped}"
+        if lengths[-1]:
+            what = f"{counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
+            what += f"{lengths[len(lengths) // 2]}{dropped}"
+        else:
+            what = f"{counted(len(lengths), 'row')} for the environment"
         held_out = [f"held out: {counted(len(self.held_out), 'prompt')}"] if self.held_out else []
         return [
-            f"data: {counted(len(lengths), 'row')} for the environment" if made else what,
+            f"data: {what}",
             f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
             *held_out,
         ]

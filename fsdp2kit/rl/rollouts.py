@@ -190,7 +190,7 @@ class Rollouts:
         questions = [Question(prompt, (seed, 0, at, 0, 1)) for at, prompt in enumerate(prompts)]
         responses = self._generation.respond(questions, self._step)
         rewards = self._rewarded(prompts, responses, n=1)
-        totals = rewards @ np.array([*self._weights.values()])
+        totals = self._weighted(rewards)
         first = zip(prompts[:2], responses[:2], totals[:2].tolist(), strict=True)
         self._held_out_samples = [self._sample(*one) for one in first]
         self._phase.seconds = {**seconds, "evaluate": time.perf_counter() - start}
@@ -278,14 +278,18 @@ class Rollouts:
     def _totals(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """The weighted sum of each rollout's rewards, float64 ``[groups, n]``."""
         rewards = np.array([rollout.rewards for rollout in rollouts])
-        return (rewards @ np.array([*self._weights.values()])).reshape(-1, self._config.rollout.n)
+        return self._weighted(rewards).reshape(-1, self._config.rollout.n)
+
+    def _weighted(self, rewards: np.ndarray) -> np.ndarray:
+        """The weighted sums of rewards ``[responses, kinds]``."""
+        return rewards @ np.array([*self._weights.values()])
 
     def _means(self, rewards: np.ndarray, responses: Sequence[Response]) -> dict[str, float]:
         """Means over responses and their rewards ``[responses, kinds]``."""
         by_kind = zip(self._weights, rewards.mean(axis=0).tolist(), strict=True)
         turns = [response.conversation.turns for response in responses if response.conversation is not None]
         return {
-            "reward": float((rewards @ np.array([*self._weights.values()])).mean()),
+            "reward": float(self._weighted(rewards).mean()),
             "response_length": float(np.mean([sum(response.sampled) for response in responses])),
             **({"turns": float(np.mean(turns))} if turns else {}),
             **{f"reward/{name}": mean for name, mean in by_kind},

@@ -61,7 +61,7 @@ class ServerEngine(Engine):
         is_main: bool,
         stops: Sequence[int],
         timeout: float,
-        weight_sync: WeightSyncConfig = WeightSyncConfig(),  # noqa: B008 (it does not change)
+        weight_sync: WeightSyncConfig,
     ) -> None:
         self.dtype = dtype
         self._url, self._at_once, self._sleeps = section.url.rstrip("/"), section.batch_size, section.sleep

@@ -17,10 +17,12 @@ class VLLMEngine(ServerEngine):
     """See `ServerEngine`; pausing clears the server's cache."""
 
     kind = "vLLM"
+    missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
     takes_network = True
     _sender: NetworkSender | None = None
+    """While an update goes by network."""
     _sums: dict[str, Sum]
-    missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
+    """Checksums of what the update under way has sent."""
 
     def _served_model(self) -> str:
         return str(self._ask("GET", "/v1/models")["data"][0]["id"])

@@ -16,7 +16,7 @@ TOOL = {"type": "function", "function": {"name": "call", "description": "adds", 
 
 
 class Guess:
-    """A number from 1 to 3 in two guesses: whoever guesses 2 first and listens always wins."""
+    """A number from 1 to 3 in two guesses. A player who guesses 2 first, and then goes by the answer, wins."""
 
     def reset(self, row):
         self.secret, self.left = row["secret"], 2

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.rl.checksums import checksum
 from fsdp2kit.rl.engine import Bucket, Entry, Request, Response
 from fsdp2kit.rl.network_transport import LinkError, NetworkReceiver
@@ -26,6 +26,7 @@ from fsdp2kit.rl.vllm_engine import VLLMEngine
 
 WEIGHTS = {"a": torch.linspace(-3, 3, 12).view(3, 4).bfloat16(), "b": torch.arange(5.0)}
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0}
+OPTIONS["weight_sync"] = WeightSyncConfig()
 """Of a client, but for its server."""
 
 

@@ -112,7 +112,7 @@ def test_the_cable_is_cut_in_a_broadcast_and_then_the_server_killed(hosts: Hosts
     options = ["run.timeout_minutes=1"]
 
     def broken(name: str, occurrence: int, fault: Callable[[], object]) -> tuple[str, float]:
-        """Hold rank 0 when it broadcasts a bucket, as the server waits for it; what is said, and after how long."""
+        """Hold rank 0 in a broadcast while the server waits for the bucket; rank 0's output, and the seconds."""
         hold = Hold(0, "fsdp2kit.rl.network_transport:Link.broadcast", occurrence, mark)
         job = train(hosts, name, *options, hold=hold)
         wait_for(mark, job)
