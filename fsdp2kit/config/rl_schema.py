@@ -87,8 +87,9 @@ class RolloutConfig(Section):
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
     """"transformers": a whole copy of the model on every rank (see `tp`), in padded batches with a cache. "vllm",
     "sglang": a server, started with the same model and tokenizer (SGLang on rank 0's host); see docs/grpo.md."""
-    url: str = "http://127.0.0.1:8000"
-    """Where the server listens."""
+    url: str | Annotated[list[str], Field(min_length=1)] = "http://127.0.0.1:8000"
+    """Where the server listens, or a list of servers, which share the prompts. One that fails is left out, and the
+    others are asked, until it has taken weights again."""
     tp: PositiveInt = 1
     """engine = "transformers" only: so many neighbouring ranks share a copy of the model and its cache, split by
     heads, and generate together (docs/grpo.md). A server has its own option for this."""
@@ -120,6 +121,11 @@ class RolloutConfig(Section):
     are generated, and the engine sleeps while the trainer trains (docs/grpo.md)."""
     samples_every: NonNegativeInt = 10
     """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Where each server listens."""
+        return [self.url] if isinstance(self.url, str) else self.url
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -164,6 +170,8 @@ class RolloutConfig(Section):
         if self.sleep and config.checkpoint.async_save:
             what = "true with rollout.sleep, which takes away what is still being copied"
             raise UserError("checkpoint.async_save", what, "leave one of them out")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise UserError("rollout.url", "names a server twice", "name each once")
         if self.ahead:
             self._check_ahead(config)
         self._check_environment(config)
@@ -219,7 +227,7 @@ class WeightSyncConfig(Section):
     """Weights are gathered and sent in pieces of this size."""
     transport: Literal["auto", "memory", "network"] = "auto"
     """A server only. "memory": through the memory of rank 0's host. "network": by broadcast to a server on any host
-    (vLLM only; gloo on a CPU, NCCL on CUDA). "auto": "memory" where `rollout.url` leads to rank 0's host."""
+    (vLLM only; gloo on a CPU, NCCL on CUDA). "auto": "memory" for a server on rank 0's host."""
     verify: bool = True
     """vLLM only: compare checksums of some tensors that the server holds after each update with what was sent."""
 

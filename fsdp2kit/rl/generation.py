@@ -29,10 +29,11 @@ from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Response
 from fsdp2kit.rl.rounds import Asked
-from fsdp2kit.rl.sglang_engine import SGLangEngine
+from fsdp2kit.rl.server_engine import ServerEngine
+from fsdp2kit.rl.sglang_server import SGLangServer
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
 from fsdp2kit.rl.transformers_engine import TransformersEngine
-from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 
@@ -51,11 +52,12 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
     if section.engine != "transformers":
-        server = {"vllm": VLLMEngine, "sglang": SGLangEngine}[section.engine]
+        server = {"vllm": VLLMServer, "sglang": SGLangServer}[section.engine]
         run, seconds = gather_objects(secrets.token_hex(4))[0], 60 * config.run.timeout_minutes
+        options: Any = {"run": run, "is_main": rank() == 0, "stops": stops, "weight_sync": config.weight_sync}
         with agreement():
-            options = {"stops": stops, "timeout": seconds, "weight_sync": config.weight_sync}
-            return server(section, dtype=dtype, run=run, is_main=rank() == 0, **options)
+            servers = [server(section, url, timeout=seconds, **options) for url in section.urls]
+            return ServerEngine(servers, dtype=dtype, stops=stops, at_once=section.batch_size)
     copy: Any = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
     with agreement():
         cast_model(copy.eval().requires_grad_(False), dtype)

@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.rl.checksums import checksum
-from fsdp2kit.rl.engine import Bucket, Entry, Request, Response
+from fsdp2kit.rl.engine import Bucket, Entry, Request, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkReceiver
+from fsdp2kit.rl.server import Server
 from fsdp2kit.rl.server_engine import ServerEngine
-from fsdp2kit.rl.sglang_engine import SGLangEngine
-from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.rl.sglang_server import SGLangServer
+from fsdp2kit.rl.vllm_server import VLLMServer
 
 WEIGHTS = {"a": torch.linspace(-3, 3, 12).view(3, 4).bfloat16(), "b": torch.arange(5.0)}
-OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0}
+OPTIONS: dict[str, Any] = {"run": "a1", "is_main": True, "stops": [7], "timeout": 30.0}
 OPTIONS["weight_sync"] = WeightSyncConfig()
 """Of a client, but for its server."""
 
@@ -33,7 +34,7 @@ OPTIONS["weight_sync"] = WeightSyncConfig()
 class StandIn(ThreadingHTTPServer):
     """Keeps what it was sent, and fails where a test tells it to; `respond` answers as one kind of server does."""
 
-    engine: type[ServerEngine]
+    client: type[Server]
     looks: str
     """The route that a client asks first."""
     generates: str
@@ -41,8 +42,8 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # with 5, as it is otherwise, some of 20 connections at once are reset
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.calls: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
@@ -87,7 +88,7 @@ ServerT = TypeVar("ServerT", bound=StandIn)
 
 @contextmanager
 def serving(server: ServerT) -> Iterator[ServerT]:
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield server
     server.shutdown()
@@ -132,10 +133,10 @@ def decode(payload: str) -> dict[str, torch.Tensor]:
 class VLLMStandIn(StandIn):
     """Answers as vLLM's routes do."""
 
-    engine, looks, generates = VLLMEngine, "v1/models", "v1/completions"
+    client, looks, generates = VLLMServer, "v1/models", "v1/completions"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(port)
         self.link: NetworkReceiver | None = None
         self.sums: dict[str, Any] = {}
         self.received: list[int] = []
@@ -200,7 +201,7 @@ class VLLMStandIn(StandIn):
 class SGLangStandIn(StandIn):
     """Answers as the routes of sglang 0.5.23 do."""
 
-    engine, looks, generates = SGLangEngine, "server_info", "generate"
+    client, looks, generates = SGLangServer, "server_info", "generate"
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +259,7 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
     return Bucket(tuple(entries), torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]))
 
 
-def update(engine: ServerEngine, version: int) -> None:
+def update(engine: VersionedWeights, version: int) -> None:
     engine.begin_update(version)
     for name, tensor in WEIGHTS.items():
         engine.load_weights(bucket(**{name: tensor}))
@@ -278,11 +279,17 @@ def check_responses(engine: ServerEngine) -> None:
     assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
 
 
-def engine_of(server: StandIn | str, *, sleeps: bool = False, kind: Any = None, **options: Any) -> Any:
+def server_of(server: StandIn | str, *, sleeps: bool = False, kind: Any = None, **options: Any) -> Any:
     """A client of a stand-in, or of the server of a kind at a URL."""
-    kind, url = (server.engine, server.url) if isinstance(server, StandIn) else (kind, server)
+    kind, url = (server.client, server.url) if isinstance(server, StandIn) else (kind, server)
     section = RolloutConfig(engine="vllm", url=url, sleep=sleeps)
-    return kind(section, **{**OPTIONS, **options})
+    return kind(section, url, **{**OPTIONS, **options})
+
+
+def engine_of(*servers: StandIn, at_once: int = 64, **options: Any) -> ServerEngine:
+    """The engine of these stand-ins."""
+    clients = [server_of(server, **options) for server in servers]
+    return ServerEngine(clients, dtype=torch.bfloat16, stops=OPTIONS["stops"], at_once=at_once)
 
 
 def ask(engine: ServerEngine) -> list[Response]:

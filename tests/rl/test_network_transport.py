@@ -17,7 +17,8 @@ from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
 from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
-from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.rl.server_engine import ServerEngine
+from fsdp2kit.rl.vllm_server import VLLMServer
 from tests.rl.servers import (
     OPTIONS,
     WEIGHTS,
@@ -27,6 +28,7 @@ from tests.rl.servers import (
     bucket,
     check_weights,
     engine_of,
+    server_of,
     serving,
     update,
 )
@@ -40,7 +42,7 @@ def server() -> Iterator[VLLMStandIn]:
         yield found
 
 
-def engine_by_network(server: VLLMStandIn, **options: Any) -> VLLMEngine:
+def engine_by_network(server: VLLMStandIn, **options: Any) -> ServerEngine:
     return engine_of(server, weight_sync=NETWORK, **options)
 
 
@@ -91,9 +93,11 @@ def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> Non
     server.faults.clear()
     engine.begin_update(1)
     engine.load_weights(data)
-    assert engine._sender is not None
-    engine._sender.settle()
-    engine._leave()  # the trainer's end
+    [client] = engine._present
+    assert isinstance(client, VLLMServer)
+    assert client._sender is not None
+    client._sender.settle()
+    client._leave()  # the trainer's end
     with pytest.raises(LinkError):
         server.receive({"entries": [], "nbytes": 100})
     update(engine, 1)
@@ -140,8 +144,8 @@ def test_which_way_is_chosen(server: VLLMStandIn) -> None:
     assert is_here(socket.gethostname()) or not own_address("192.0.2.1").startswith("192.0.2.")
     assert not is_here("192.0.2.1"), "an address that is nobody's"
     assert not is_here("nowhere.invalid")
-    assert not engine_of(server)._by_network
-    assert not engine_of(server, weight_sync=NETWORK, is_main=False)._by_network
+    assert not server_of(server)._by_network
+    assert not server_of(server, weight_sync=NETWORK, is_main=False)._by_network
     with serving(SGLangStandIn()) as other, pytest.raises(UserError, match="is not on rank 0's host"):
         engine_of(other, weight_sync=NETWORK)
     assert OPTIONS["is_main"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import server_engine
-from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.rl import server as clients
+from fsdp2kit.rl.vllm_server import VLLMServer
 from tests.reference import full
 from tests.rl.servers import (
     SGLangStandIn,
@@ -20,6 +20,7 @@ from tests.rl.servers import (
     check_responses,
     check_weights,
     engine_of,
+    server_of,
     serving,
     update,
 )
@@ -113,7 +114,9 @@ def test_an_update_that_breaks_off_is_not_served_and_is_sent_again(server: Stand
     engine = engine_of(server)
     update(engine, 1)
     server.faults[route] = lambda: 500
-    with pytest.raises(RunFailure, match=f"{engine.kind} server {server.url}: /{route} failed with 500: .*as asked"):
+    with pytest.raises(
+        RunFailure, match=f"{server.client.kind} server {server.url}: /{route} failed with 500: .*as asked"
+    ):
         update(engine, 2)
     assert engine.version is None
     with pytest.raises(RunFailure, match="sync the weights"):
@@ -152,9 +155,11 @@ def test_responses_that_are_aborted_or_make_no_sense_are_not_taken(server: SGLan
     server.finish = "abort"
     with pytest.raises(RunFailure, match=r"a response ended with \{'type': 'abort'\}"):
         ask(engine)
-    engine._ask = lambda *_, **__: {"weight_version": "a1:1", "meta_info": {}}
+    client = server_of(server)
+    update(client, 1)
+    client._ask = lambda *_, **__: {"weight_version": "a1:1", "meta_info": {}}
     with pytest.raises(RunFailure, match=r"gave an answer of another form .KeyError.'finish_reason'"):
-        ask(engine)
+        client.respond([11, 12], max_new_tokens=4, seed=0, sampling={"stop_token_ids": [7]})
 
 
 @SGLANG
@@ -192,14 +197,14 @@ def test_a_server_that_hangs(server: StandIn) -> None:
 
 @VLLM
 def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_engine, "_RETRIES", 1)
+    monkeypatch.setattr(clients, "_RETRIES", 1)
     engine = engine_of(server)
     server.shutdown()
     server.server_close()
     with pytest.raises(RunFailure, match=f"vLLM server {server.url}: does not answer"):
         update(engine, 1)
     with pytest.raises(UserError, match=r"rollout\.url: .* does not answer .*; start the server first"):
-        engine_of("http://127.0.0.1:9", kind=VLLMEngine)
+        server_of("http://127.0.0.1:9", kind=VLLMServer)
 
 
 def test_a_server_without_the_routes_that_are_needed(server: StandIn) -> None:

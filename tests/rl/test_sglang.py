@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.rl.sglang_engine import serialize
+from fsdp2kit.rl.sglang_server import serialize
 from tests.rl.servers import WEIGHTS, bucket, decode
 from tests.workers import FORKS
 

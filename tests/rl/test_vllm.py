@@ -21,10 +21,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp2kit.distributed import rank
 from fsdp2kit.rl.engine import Bucket, Request
-from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.rl.server_engine import ServerEngine
+from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.run import load
-from tests.rl.servers import bucket, engine_of
+from tests.rl.servers import bucket, server_of
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,19 +150,20 @@ def _train_and_ask(toml: str, asked: list[list[int]], out: str, overrides: Seque
 
 def asking(asked: list[list[int]], out: str) -> Any:
     """A patch: before each batch of rollouts, rank 0 writes the version and greedy answers of the server."""
-    check, done = VLLMEngine.require, set[int]()
+    check, done = ServerEngine.require, set[int]()
 
-    def check_and_ask(engine: VLLMEngine, version: int) -> None:
+    def check_and_ask(engine: ServerEngine, version: int) -> None:
         check(engine, version)
-        if engine._is_main and version not in done:
+        if rank() == 0 and version not in done:
             done.add(version)
             found = engine.generate([Request(ids, (0,)) for ids in asked], max_new_tokens=12, temperature=0.0)
-            label = engine._ask("GET", "/weight_info")["weight_version"]
+            server: Any = engine._present[0]
+            label = server._ask("GET", "/weight_info")["weight_version"]
             with Path(out).open("a") as file:
                 line = {"version": version, "label": label, "answers": [response.ids for response in found]}
                 file.write(json.dumps(line) + "\n")
 
-    return mock.patch.object(VLLMEngine, "require", check_and_ask)
+    return mock.patch.object(ServerEngine, "require", check_and_ask)
 
 
 @pytest.mark.timeout(1800)
@@ -205,20 +208,20 @@ def check_cycles(folder: Path, model: Path, asked: list[list[int]], *, dtype: st
 
 def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
     """Run a recipe; when the first bucket of the third weights has arrived, kill all processes of the server."""
-    begin, send = VLLMEngine.begin_update, VLLMEngine.load_weights
+    begin, send = VLLMServer.begin_update, VLLMServer.load_weights
     begun: list[int] = []
 
-    def begin_and_count(engine: VLLMEngine, version: int) -> None:
+    def begin_and_count(engine: VLLMServer, version: int) -> None:
         begun.append(version)
         begin(engine, version)
 
-    def send_and_kill(engine: VLLMEngine, sent: Bucket) -> None:
+    def send_and_kill(engine: VLLMServer, sent: Bucket) -> None:
         send(engine, sent)
         if pid and engine._is_main and len(begun) == 3:
             with contextlib.suppress(ProcessLookupError):  # at the second bucket
                 os.killpg(int(Path(pid).read_text()), signal.SIGKILL)
 
-    with mock.patch.multiple(VLLMEngine, begin_update=begin_and_count, load_weights=send_and_kill):
+    with mock.patch.multiple(VLLMServer, begin_update=begin_and_count, load_weights=send_and_kill):
         recipe, config = load(toml, list(overrides))
         recipe.main(config)
 
@@ -253,7 +256,7 @@ def test_a_real_server_that_is_killed_between_buckets(ahead: int, pool: WorkerPo
 
 def break_off_an_update(url: str, model: Path) -> None:
     """Send some layers' queries, as noise, and nothing more: what a trainer that is killed leaves behind."""
-    broken = engine_of(url, kind=VLLMEngine)
+    broken = server_of(url, kind=VLLMServer)
     broken.begin_update(1)
     tensors = load_file(model / "model.safetensors")
     broken.load_weights(

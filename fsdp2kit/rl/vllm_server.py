@@ -1,4 +1,4 @@
-"""A vLLM server as the rollout engine (docs/grpo.md). `vllm_plugin` receives its weights there."""
+"""A vLLM server (docs/grpo.md). `vllm_plugin` receives its weights there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.checksums import Sum, checksum, is_chosen
 from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender
-from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
+from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 
-class VLLMEngine(ServerEngine):
-    """See `ServerEngine`; pausing clears the server's cache."""
+class VLLMServer(Server):
+    """See `Server`; pausing clears its cache."""
 
     kind = "vLLM"
     missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
@@ -86,7 +86,7 @@ class VLLMEngine(ServerEngine):
             yield self._sender
         except LinkError as error:
             self._leave()
-            raise RunFailure(f"vLLM server {self._url}: the way of the weights to it broke ({error})") from None
+            raise RunFailure(f"{self}: the way of the weights to it broke ({error})") from None
         except BaseException:
             self._leave()
             raise
@@ -112,6 +112,5 @@ class VLLMEngine(ServerEngine):
             self._post("finish_weight_update", weight_version=self._label(None))
         self._post("sleep?level=2")
 
-    def wake(self, what: EngineMemory) -> None:
-        if self._is_main:
-            self._post(f"wake_up?tags={MEMORY_TAGS[what]}")
+    def _take(self, what: EngineMemory) -> None:
+        self._post(f"wake_up?tags={MEMORY_TAGS[what]}")

@@ -1,4 +1,4 @@
-"""An SGLang server on this host as the rollout engine (docs/grpo.md). It gets weights as SGLang's own buckets."""
+"""An SGLang server on this host (docs/grpo.md). It gets weights as SGLang's own buckets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
-from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
+from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 _ASLEEP = " without "
 _METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
-class SGLangEngine(ServerEngine):
-    """See `ServerEngine`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
+class SGLangServer(Server):
+    """See `Server`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
 
     kind = "SGLang"
     missing = "it is too old, or no server of SGLang (docs/grpo.md)"
@@ -31,7 +31,7 @@ class SGLangEngine(ServerEngine):
         self._tp = int(info["tp_size"])
         for size in ("dp_size", "pp_size"):
             if info.get(size, 1) != 1:
-                server, todo = f"the SGLang server {self._url}", f"start it with {size} 1; tp_size may be any"
+                server, todo = f"the {self}", f"start it with {size} 1; tp_size may be any"
                 what = f"{server} has {size} {info[size]}, and not every copy would get the weights"
                 raise UserError("rollout.url", what, todo)
         label = self._served_version() if self._is_main else ""
@@ -49,7 +49,7 @@ class SGLangEngine(ServerEngine):
         found = self._post("generate", input_ids=ids, sampling_params=sampling, return_logprob=True)["meta_info"]
         reason = found["finish_reason"]["type"]
         if reason not in ("stop", "length"):
-            raise RunFailure(f"SGLang server {self._url}: a response ended with {found['finish_reason']}")
+            raise RunFailure(f"{self}: a response ended with {found['finish_reason']}")
         tokens = found["output_token_logprobs"]
         return Response([token for _, token, *_ in tokens], [one for one, *_ in tokens], is_whole=reason == "stop")
 
@@ -85,8 +85,8 @@ class SGLangEngine(ServerEngine):
             self._post("release_memory_occupation", tags=tags)
             self._rest(set(MEMORY_TAGS))
 
-    def wake(self, what: EngineMemory) -> None:
-        if self._is_main and what in self._resting:
+    def _take(self, what: EngineMemory) -> None:
+        if what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
             self._rest(self._resting - {what})
 

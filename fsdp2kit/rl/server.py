@@ -1,0 +1,231 @@
+"""A server of vLLM or SGLang that samples responses, as `ServerEngine` asks it over HTTP.
+
+The user starts it with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost its
+weights, and another trainer may have sent it others. The label of the server's weights therefore names this run, and a
+response counts only if the server had this label before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
+from fsdp2kit.rl.network_transport import is_here
+
+_RETRIES = 6
+"""How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
+_QUICKLY = 5.0
+"""Seconds that a server which was lost has to answer."""
+
+MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
+"""The servers' names for each kind of memory."""
+
+
+class Server(VersionedWeights):
+    """One server. Every rank asks it for responses; rank 0 alone sends the weights and wakes it.
+
+    Args:
+        url: where it listens.
+        run: a name of this run, the same on every rank.
+        is_main: whether this rank sends the weights.
+        stops: tokens that end a response.
+        timeout: seconds that a request may take.
+        weight_sync: how weights are sent.
+
+    Raises:
+        UserError: no server answers, or it cannot get weights where it is.
+    """
+
+    kind: str
+    """The server's name in messages."""
+    missing: str
+    """What to do about a server that does not know a route."""
+    takes_network = False
+    """Whether it can be on another host than rank 0."""
+
+    def __init__(
+        self,
+        section: RolloutConfig,
+        url: str,
+        *,
+        run: str,
+        is_main: bool,
+        stops: Sequence[int],
+        timeout: float,
+        weight_sync: WeightSyncConfig,
+    ) -> None:
+        self._url, self._sleeps = url.rstrip("/"), section.sleep
+        self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
+        try:
+            self._client = self._connect(timeout, retries=_RETRIES)
+            self._host, self._verifies = self._client.base_url.host, weight_sync.verify
+            self._by_network = is_main and self._crosses_network(weight_sync.transport)
+            with self._understood():
+                self._name = self._served_model()
+        except httpx.InvalidURL as problem:
+            todo = "give scheme, host and port, as http://127.0.0.1:8000"
+            raise UserError("rollout.url", f"{url!r} is no address ({problem})", todo) from None
+        except RunFailure as problem:
+            raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
+
+    def _connect(self, timeout: float, *, retries: int) -> httpx.Client:
+        # Connections are not reused: the server drops one after an error.
+        transport = httpx.HTTPTransport(retries=retries, limits=httpx.Limits(max_keepalive_connections=0))
+        patience = httpx.Timeout(timeout, connect=min(timeout, 10.0))
+        # trust_env=False: the environment's proxy is for other hosts.
+        return httpx.Client(base_url=self._url, timeout=patience, transport=transport, trust_env=False)
+
+    def _crosses_network(self, transport: str) -> bool:
+        """Whether weights go by network."""
+        crosses = not is_here(self._host) if transport == "auto" else transport == "network"
+        if crosses and not self.takes_network:
+            what = f"{self._url} is not on rank 0's host, whose memory {self.kind} gets weights through"
+            raise UserError("rollout.url", what, f"start {self.kind} on that host, or use vLLM")
+        return crosses
+
+    def _served_model(self) -> str:
+        """The name of its model."""
+        raise NotImplementedError
+
+    def _served_version(self) -> str:
+        """The label of the weights that it has."""
+        raise NotImplementedError
+
+    def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
+        """Ask for one response to a prompt.
+
+        Args:
+            seed: of 31 bits.
+            sampling: the temperature, and what turns every other rule of sampling off.
+        """
+        raise NotImplementedError
+
+    def _open_update(self) -> None:
+        """Pause the server, and close what an update that failed left open."""
+        raise NotImplementedError
+
+    def _close_update(self, label: str) -> None:
+        """Resume the server, with weights of this label and an empty cache."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Free the server's memory on the device, with its content."""
+        raise NotImplementedError
+
+    def _take(self, what: EngineMemory) -> None:
+        """Take memory on the device again."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.kind} server {self._url}"
+
+    def describe(self) -> str:
+        """For the start of a run."""
+        return f"{self.kind} at {self._url}, which serves {self._name!r}"
+
+    def answers(self) -> bool:
+        """Whether it is there again; asked quickly."""
+        try:
+            with self._connect(_QUICKLY, retries=0) as client:
+                is_up = client.get("/health").is_success
+            if is_up:
+                with self._understood():
+                    self._name = self._served_model()
+        except (httpx.HTTPError, RunFailure):
+            return False
+        return is_up
+
+    def respond(self, ids: list[int], *, max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
+        """A response to a prompt, by the weights of the last update.
+
+        Args:
+            seed: of 31 bits.
+            sampling: the temperature, and what turns every other rule of sampling off.
+
+        Raises:
+            RunFailure: there is none in time, or its weights are not those that it was sent.
+        """
+        with self._understood():
+            found = self._respond(ids, max_new_tokens, seed, sampling)
+        self.check_version()
+        return found
+
+    def check_version(self) -> None:
+        """Raise a RunFailure if its weights are not those that it was sent."""
+        with self._understood():
+            found = self._served_version()
+        if found != self._label(self.version):
+            self.version = None
+            why = "it was restarted, or another trainer uses it"
+            raise RunFailure(f"{self}: its weights are no longer those it was sent (version {found!r}): {why}")
+
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        if self._is_main:
+            if not self._sleeps:  # a run that ended or was killed may have left it asleep
+                for what in MEMORY_TAGS:
+                    self._take(what)
+            self._open_update()
+
+    def finish_update(self, version: int) -> None:
+        if self._is_main:
+            self._close_update(self._label(version))
+        super().finish_update(version)
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`; its weights are lost, and the next update sends all of them."""
+        self.version = None
+        if self._is_main:
+            self._release()
+
+    def wake(self, what: EngineMemory) -> None:
+        """See `Engine.wake`."""
+        if self._is_main:
+            self._take(what)
+
+    def _label(self, version: int | None) -> str:
+        return f"{self._run}:{version}"
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Turn an answer of an unexpected form into an error that names the server."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunFailure(f"{self}: gave an answer of another form ({error!r})") from error
+
+    def _post(self, route: str, *, optional: bool = False, **body: Any) -> Any:
+        return self._ask("POST", f"/{route}", optional=optional, json=body)
+
+    def _ask(self, method: str, path: str, *, optional: bool = False, **options: Any) -> Any:
+        """The answer's JSON; None if it is something else.
+
+        Args:
+            optional: also None from a server that does not know the route.
+
+        Raises:
+            RunFailure: there is no answer in time, or it is an error.
+        """
+        try:
+            answer = self._client.request(method, path, **options)
+        except httpx.ConnectError as error:
+            raise RunFailure(f"{self}: does not answer ({error})") from None
+        except httpx.TimeoutException:
+            raise RunFailure(f"{self}: {path} took more than {self._timeout:g} seconds") from None
+        except httpx.HTTPError as error:
+            raise RunFailure(f"{self}: broke off in {path} ({error})") from None
+        if answer.status_code == 404 and optional:
+            return None
+        if answer.is_error:
+            hint = f"; {self.missing}" if answer.status_code == 404 else ""
+            raise RunFailure(f"{self}: {path} failed with {answer.status_code}: {answer.text[:300]}{hint}")
+        try:
+            return answer.json()
+        except ValueError:
+            return None
