@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,6 +207,12 @@ def check_cycles(folder: Path, model: Path, asked: list[list[int]], *, dtype: st
             assert_greedy(plain, ids, answer, slack=slack)
 
 
+def figures(folder: Path, *keys: str) -> list[float]:
+    """Values of a run's records, in their order."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)[key] for line in lines for key in keys]
+
+
 def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
     """Run a recipe; when the first bucket of the third weights has arrived, kill all processes of the server."""
     begin, send = VLLMServer.begin_update, VLLMServer.load_weights
@@ -233,25 +240,55 @@ def test_a_real_server_that_is_killed_between_buckets(ahead: int, pool: WorkerPo
     port = free_port()
     toml, options = write_run(tmp_path, model, port, dtype="float32"), [f"rollout.ahead={ahead}"]
 
-    def figures(name: str) -> list[float]:
-        """Rewards depend on every token that was sampled."""
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)[key] for line in lines for key in ("reward", "grad_norm")]
-
+    keys = ("reward", "grad_norm")  # rewards depend on every token that was sampled
     said = r"RunFailure: vLLM server .*: (broke off in|does not answer)"
     with (
         vllm_server(python, model, tmp_path, dtype="float32", port=port),
         pytest.raises(AssertionError, match=said),
     ):
         pool.run(2, _train, str(toml), options, str(tmp_path / "pid"))
-    before = figures("run")
+    before = figures(tmp_path / "run", *keys)
     assert 0 < len(before) < 10
     with vllm_server(python, model, tmp_path, dtype="float32", port=port):
         pool.run(2, _train, str(toml), options)
         pool.run(2, _train, str(toml), [*options, f"run.dir={tmp_path}/straight"])
-    resumed = figures("run")
+    resumed = figures(tmp_path / "run", *keys)
     assert resumed[: len(before)] == before
-    assert resumed == pytest.approx(figures("straight"), rel=1e-3)
+    assert resumed == pytest.approx(figures(tmp_path / "straight", *keys), rel=1e-3)
+
+
+def _train_and_kill(toml: str, overrides: Sequence[str], pid: str) -> None:
+    """Run a recipe, and kill all processes of a server while it answers with the third weights."""
+    check = ServerEngine.require
+
+    def check_and_kill(engine: ServerEngine, version: int) -> None:
+        check(engine, version)
+        if rank() == 0 and version == 2:
+            threading.Timer(0.3, os.killpg, (int(Path(pid).read_text()), signal.SIGKILL)).start()
+
+    with mock.patch.object(ServerEngine, "require", check_and_kill):
+        recipe, config = load(toml, list(overrides))
+        recipe.main(config)
+
+
+@pytest.mark.timeout(1800)
+def test_two_real_servers_one_of_which_is_killed(pool: WorkerPool, tmp_path: Path) -> None:
+    python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
+    ports = [free_port(), free_port()]
+    toml = write_run(tmp_path, model, ports[0], dtype="float32")
+    with ExitStack() as stack:
+        for port in ports:
+            folder = tmp_path / str(port)
+            folder.mkdir()
+            stack.enter_context(vllm_server(python, model, folder, dtype="float32", port=port))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        pool.run(2, _train_and_kill, str(toml), [f"rollout.url={urls}"], str(tmp_path / str(ports[1]) / "pid"))
+        pool.run(2, _train, str(toml), [f"run.dir={tmp_path}/one"])
+    two, one = (figures(tmp_path / name, "reward", "grad_norm") for name in ("run", "one"))
+    said = (tmp_path / "run" / "events.jsonl").read_text()
+    assert said.count("left out until it takes weights again; its requests go to 1 other") == 1
+    assert len(two) == 10
+    assert two == pytest.approx(one, rel=1e-3)
 
 
 def break_off_an_update(url: str, model: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.cluster.hosts import Hold, Hosts, Job, _be_rank, two_hosts
-from tests.rl.test_vllm import GREEDY, asking, check_cycles, path_in_environment, vllm_server, write_run
+from tests.rl.test_vllm import GREEDY, asking, check_cycles, figures, path_in_environment, vllm_server, write_run
 from tests.workers import FORKS
 
 PORT = 8321
@@ -53,11 +53,6 @@ def train(
 
 def ask(asked: list[list[int]], out: str, _: int) -> None:
     asking(asked, out).start()
-
-
-def figures(folder: Path, *keys: str) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)[key] for line in lines for key in keys]
 
 
 def served(hosts: Hosts, model: Path) -> AbstractContextManager[str]:
