@@ -1,4 +1,4 @@
-"""Rollouts made ahead (`rollout.ahead`) beside rollouts that each step waits for, with a reward function that is slow."""
+"""Rollouts made ahead (`rollout.ahead`) beside rollouts that each step waits for, with a slow reward function."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fsdp2kit import distributed, run
 from fsdp2kit.bench.harness import speed, spread, take_turns
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.errors import UserError
 
 _SLOW = """
 import time
@@ -51,7 +52,13 @@ def bench_ahead(
         rounds: runs of each kind; two at least.
         steps: of a run.
         reward_seconds: that the slow reward function sleeps; default: as long as a step takes without it.
+
+    Raises:
+        UserError: there are too few steps or rounds to compare.
     """
+    if rounds < 2 or steps < 2 * ahead + 2:
+        what = f"{rounds} rounds of {steps} steps, and 2 rounds of {2 * ahead + 2} steps are the least"
+        raise UserError("--rounds, --steps", what, "give more")
     records: dict[str, list[list[dict[str, Any]]]] = {f"ahead = {ahead}": [], "ahead = 0": []}
     with _folder(world) as folder:
         if reward_seconds is None:

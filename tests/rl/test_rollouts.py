@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -242,12 +243,19 @@ class _Server:
     """An embedded engine as a server elsewhere that is as late as it may be, beside reward functions that are, too.
 
     A batch of rollouts is sampled once the step has begun after which it is needed, and scored once the one before its
-    own has begun: a trainer that waits for either any earlier waits forever. No weights may come meanwhile.
+    own has begun: a trainer that waits for either any earlier waits forever. Only a checkpoint and an evaluation may.
+    No weights may come while it samples.
     """
 
     def __init__(self, ahead: int) -> None:
-        self._ahead, self._begun, self._busy = ahead, -1, 0
+        self._ahead, self._busy, self._begun = ahead, 0, -1.0
         self._changed, self._numbers = threading.Condition(), dict[int, int]()
+
+    def begin(self, step: float) -> None:
+        """A step begins; `math.inf`: a checkpoint or an evaluation."""
+        with self._changed:
+            self._begun = step
+            self._changed.notify_all()
 
     def wait_for(self, step: int) -> None:
         with self._changed:
@@ -279,10 +287,16 @@ class _Server:
         class Late(Rollouts):
             def batch(self, index: int, /) -> Any:
                 found = super().batch(index)
-                with server._changed:
-                    server._begun = index
-                    server._changed.notify_all()
+                server.begin(index)
                 return found
+
+            def state(self, index: int, /) -> Any:
+                server.begin(math.inf)
+                return super().state(index)
+
+            def __call__(self) -> dict[str, float]:
+                server.begin(math.inf)
+                return super().__call__()
 
             def _score(self, prompts: Any, responses: Any) -> Any:
                 if number := server._numbers.get(id(responses[0]), 0):
@@ -313,9 +327,9 @@ def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
 def test_rollouts_ahead_are_so_many_batches_old(
     ahead: int, size: int, toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    def run_ahead(name: str, *overrides: str) -> list[dict[str, Any]]:
+    def run_ahead(name: str) -> list[dict[str, Any]]:
         directory = tmp_path / name
-        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, *SAVES, f"rollout.ahead={ahead}", *overrides]
+        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, "checkpoint.every=2", f"rollout.ahead={ahead}"]
         assert set(pool.run(size, _run_with_a_server, str(toml), [*options, "train.steps=5"])) == {""}
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -433,14 +447,14 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
         assert (resumed._round is None) is bool(why), (overrides, rewards)
         assert resumed._notes == ([f"{made_again} ({why})"] if why else [])
     # The step learns from round 2. Its rewards were found, but nothing was learnt from those of the rounds after it.
-    later = [Round(3, 2, made), Round(4, 4, made)]
+    later = [Round(3, 4, made), Round(4, 4, made)]
     state = json.loads(json.dumps({**round_state(None, later), "made_by": running._made_by}))
     two = [*ahead, "rollout.ahead=2"]
     other_size = [*two, "train.global_batch_size=8"]
     for overrides, rewards, reward, kept, why in (
         (two, ["spread", "same"], 2.0, [3, 4], ""),
         (two, ["spread", "same mended"], 7.0, [3, 4], ""),
-        (ahead, ["spread", "same"], 2.0, [4], "changed since: rollout.ahead"),
+        (ahead, ["spread", "same"], 2.0, [3], "changed since: rollout.ahead"),
         (ahead[:1], ["spread", "same"], None, [], "changed since: rollout.ahead"),
         ([*two, "rollout.temperature=0.5"], ["spread", "same"], None, [], "changed since: rollout.temperature"),
         (other_size, ["spread", "same"], None, [], "changed since: train.global_batch_size"),
