@@ -355,6 +355,52 @@ def test_rollouts_ahead_are_so_many_batches_old(
     assert [one["loss"] for one in resumed] == [one["loss"] for one in straight[2:]]
 
 
+FAILS_ONCE = """
+import os
+
+calls = 0
+
+def third(completions, **_):
+    global calls
+    calls += 1
+    if calls == 3 and not os.path.exists("FOLDER"):
+        os.mkdir("FOLDER")
+        raise OSError("enough")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.full
+def test_an_evaluation_between_rollouts_ahead_changes_nothing(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """It sends the weights of its own step, in the middle of what others sample."""
+    options = ["rollout.ahead=2", "grpo.kl=0.0", "train.steps=4", *DP2]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(5)))
+    records = []
+    for name, evaluation in (("plain", []), ("found", [f"eval={{every=1, path='{held_out}'}}"])):
+        given = [f"run.dir='{tmp_path / name}'", *options, *evaluation]
+        assert set(pool.run(2, _run_with_a_server, str(toml), given)) == {""}
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records.append([json.loads(line) for line in lines])
+    plain, found = records
+    assert numbers([{key: one[key] for key in plain[0] if key in one} for one in found]) == numbers(plain)
+    assert len({one["eval_reward"] for one in found}) == 4
+    alone = ("train.steps=0", f"model.weights='{tmp_path}/found/checkpoints/step-000004'", "grpo.kl=0.0", *DP2)
+    [last] = run(pool, toml, tmp_path / "alone", 2, *alone, f"eval={{every=1, path='{held_out}'}}")
+    assert last["eval_reward"] == pytest.approx(found[-1]["eval_reward"], abs=1e-12)
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_in_the_background_stops_all_ranks(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """On one rank, at the third batch of rollouts."""
+    (tmp_path / "third.py").write_text(FAILS_ONCE.replace("FOLDER", str(tmp_path / "taken")))
+    options = [f"run.dir='{tmp_path / 'run'}'", "rollout.ahead=2", *DP2, "train.steps=6"]
+    said = pool.run(2, _run_with_a_server, str(toml), [*options, f"reward=[{{function='{tmp_path}/third.py:third'}}]"])
+    assert len(set(said)) == 1
+    assert re.match(r"reward\.0\.function: .*third\.py:third: OSError: enough", said[0])
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 class _Engine:
     """None that is asked anything."""
 
