@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from fsdp2kit.bench.ahead import bench_ahead
 from fsdp2kit.bench.experts import bench_experts
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
@@ -95,6 +96,21 @@ def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
     assert_has_provenance(together, ranks=2)
     assert together["checks"] == {"losses_agree": True}
     assert together["rows"][0]["times_as_fast"]["ratio"] > 0
+
+
+@pytest.mark.full
+def test_rollouts_ahead_are_measured_beside_steps_that_wait(pool: WorkerPool) -> None:
+    tiny = ("mesh.cp=1", "train.global_batch_size=32", "model.config.hidden_size=32")
+    how: Any = {"ahead": 1, "rounds": 2, "steps": 6, "reward_seconds": 0.05}
+    (result,) = pool.run(1, last_result, bench_ahead, toml=str(DEMO.parent / "grpo_demo.toml"), overrides=tiny, **how)
+    assert_has_provenance(result, ranks=1)
+    ahead, waits = result["rows"]
+    assert (ahead["rollout/staleness"], waits["rollout/staleness"]) == (1.0, 0.0)
+    assert min(ahead["seconds/reward"], waits["seconds/reward"]) >= 0.05
+    assert waits["step"]["median"] > waits["seconds/generate"] + waits["seconds/reward"]
+    assert waits["importance_weight"] == pytest.approx(1, abs=1e-3)
+    assert ahead["times_as_fast"]["ratio"] > 0
+    assert {name: len(curve) for name, curve in result["reward_curves"].items()} == {"ahead = 1": 6, "ahead = 0": 6}
 
 
 # Others have the same settings on other shapes, or compiled.

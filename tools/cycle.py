@@ -81,12 +81,13 @@ def write_png(
     """Draw each phase as a bar, as wide as its seconds and as high as its memory, and below it the reward by step."""
     figure = new_figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subplots(2)
-    at = 0.0
+    at = background = 0.0
     for name, width in seconds.items():
-        meanwhile = name == "generate" and "wait" in seconds  # a server's, while the trainer trains
+        meanwhile = name in ("generate", "reward") and "wait" in seconds  # while the trainer trains
         label = f"{name} {width:.2f} s" + (" (meanwhile)" if meanwhile else "")
-        above.bar(0 if meanwhile else at, memory[name], width, align="edge", color=COLORS[name], label=label)
-        at += 0 if meanwhile else width
+        start = background if meanwhile else at
+        above.bar(start, memory.get(name, 0.0), width, align="edge", color=COLORS[name], label=label)
+        at, background = (at, background + width) if meanwhile else (at + width, background)
     above.set(xlabel="seconds of a cycle (mean)", ylabel="peak memory of a rank, GiB")
     above.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for key, label, style in (("reward", "of training", "-"), ("eval_reward", "held-out prompts", "o--")):

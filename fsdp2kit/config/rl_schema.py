@@ -113,9 +113,9 @@ class RolloutConfig(Section):
     updates: PositiveInt = 1
     """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
-    ahead: Annotated[int, Field(ge=0, le=1)] = 0
-    """A server only: 1 has it generate the next batch of rollouts while the trainer learns from this one, with weights
-    that are so many batches old; `grpo.importance_cap` corrects for that. docs/grpo.md says when."""
+    ahead: NonNegativeInt = 0
+    """A server only: so many later batches of rollouts are sampled and scored while the trainer learns from this one.
+    Their weights are so many batches old; `grpo.importance_cap` corrects for that. docs/grpo.md says when."""
     sleep: bool = False
     """Take turns with the device's memory: parameters, optimizer state and a reference are on the host while responses
     are generated, and the engine sleeps while the trainer trains (docs/grpo.md)."""
@@ -193,13 +193,13 @@ class RolloutConfig(Section):
 
     def _check_ahead(self, config: Any) -> None:
         if self.embedded:
-            what = "1 with rollout.engine = 'transformers', which generates where the trainer trains, and so in turn"
+            what = f"{self.ahead} with rollout.engine = 'transformers', which generates where the trainer trains"
             raise UserError("rollout.ahead", what, "leave it out, or use a server on devices of its own")
         if self.sleep:
-            what = "with rollout.ahead = 1: what trains while a server generates cannot sleep"
+            what = f"with rollout.ahead = {self.ahead}: what trains while a server generates cannot sleep"
             raise UserError("rollout.sleep", what, "leave one of them out")
         if self.updates == 1 and not config.grpo.importance_cap:
-            what = "0 with rollout.ahead = 1: nothing would correct for the older weights that sampled"
+            what = f"0 with rollout.ahead = {self.ahead}: nothing would correct for the older weights that sampled"
             raise UserError("grpo.importance_cap", what, "leave it out")
 
     def identity(self) -> dict[str, str]:

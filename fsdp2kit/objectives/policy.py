@@ -59,7 +59,8 @@ class PolicyLoss:
 
     A micro-batch has ``advantages``, ``weights`` and ``engine_log_probs`` (`fsdp2kit.rl.packing`) of each target,
     float32 ``[N]``. Metrics are means over all tokens of responses: ``entropy``, ``clip_fraction``, ``log_prob_gap``
-    (mean absolute difference of trainer's and engine's log-probability) and, with a reference, ``kl``.
+    (mean absolute difference of trainer's and engine's log-probability), where tokens are weighted for that difference
+    ``importance_weight`` and ``importance_capped`` (the share at the cap), and, with a reference, ``kl``.
 
     Args:
         reference: the frozen model that the KL term compares with; None: there is no such term.
@@ -79,9 +80,12 @@ class PolicyLoss:
         # A single update is on policy: the ratio is 1, and only its gradient matters.
         before = current if self._rollout.updates == 1 else engine
         losses, clipped = clipped_losses(self._section, log_probs, before, advantages)
-        if self._rollout.updates == 1 and self._section.importance_cap:
-            losses = losses * (current - engine).exp().clamp(max=self._section.importance_cap)
         metrics = {"entropy": entropies.sum(), "clip_fraction": clipped.sum()}
+        cap = self._section.importance_cap
+        if self._rollout.updates == 1 and cap:
+            ratio = (current - engine).exp()
+            losses = losses * ratio.clamp(max=cap)
+            metrics |= {"importance_weight": ratio.clamp(max=cap).sum(), "importance_capped": (ratio >= cap).sum()}
         if anchor is not None:
             # An estimate of the KL that is unbiased and never negative ("k3"): q − log q − 1, q = anchor ÷ policy.
             difference = anchor - log_probs

@@ -68,6 +68,8 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             ),
             Chart("Entropy", (("entropy", "of responses"),)),
             Chart("Clipped tokens", (("clip_fraction", "share"),), form="share"),
+            Chart("Importance weights", (("importance_weight", "mean"), ("importance_capped", "share at the cap"))),
+            Chart("Age of the weights that sampled", (("rollout/staleness", "steps"),), unit="steps"),
             Chart(
                 "Responses and groups",
                 (("rollout/truncated", "without an end"), ("rollout/without_signal", "groups without signal")),

@@ -94,7 +94,8 @@ class Conversations(ExitStack):
         """
         super().__init__()
         self._section, self._seq_len, self._tokenizer = config.rollout, config.data.seq_len, tokenizer
-        self._lock = threading.Lock()  # tokenizers are not made for several threads
+        self.lock = threading.Lock()
+        """Held while the tokenizer works: it is not made for several threads."""
         self._environments: Any = None
         self.contents: dict[str, Content] = {}
         """The source of the environment, by its key."""
@@ -170,7 +171,7 @@ class Conversations(ExitStack):
 
     def _turn_text(self, turn: Response) -> str:
         """What the model wrote, without the token that ends its turn."""
-        with self._lock:
+        with self.lock:
             return str(self._tokenizer.decode(turn.ids[: -1 if turn.is_whole else None]))
 
     def _between(self, talk: _Talk, messages: Messages) -> list[int]:
@@ -195,11 +196,11 @@ class Conversations(ExitStack):
         return ids[1:]  # the model's own stop token is in the place of the template's
 
     def _text(self, messages: Messages, chat: Mapping[str, Any]) -> str:
-        with self._lock:
+        with self.lock:
             return Chat(messages, self._tokenizer, **chat).text(prompt=True)
 
     def _encode(self, text: str) -> list[int]:
-        with self._lock:
+        with self.lock:
             return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -6,7 +6,6 @@ Every rank asks for a part of the responses; then all ranks get all of them.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,7 +27,6 @@ from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Response
-from fsdp2kit.rl.rounds import Asked
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.sglang_server import SGLangServer
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
@@ -96,7 +94,7 @@ class Phases:
         status.enter(name)
         yield
         self._memory.end(name)
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def figures(self) -> dict[str, float]:
         """``seconds/PHASE`` and ``memory_gib/PHASE`` of the step, the largest of any rank, no zeros. Collective."""
@@ -135,37 +133,13 @@ class Generation:
         Args:
             version: the weights' version: the number of steps done.
         """
-        self._sync(version)
+        self.sync(version)
         with self._asleep() if self._config.rollout.sleep else nullcontext(), self._phase("generate"), agreement():
-            mine = self._generate(questions, version)
+            mine = self.generate(my_part(questions), version)
         return from_all_ranks(mine)
 
-    def begin(self, number: int, questions: Sequence[Question], version: int) -> Asked:
-        """Send the current weights, and let the engine generate a round with them while training goes on."""
-        asked = Asked(number, version)
-        self._sync(version)
-
-        def work() -> None:
-            start = time.perf_counter()
-            try:
-                found = self._generate(questions, version)
-                asked.seconds = time.perf_counter() - start
-                asked.responses.set_result(found)
-            except Exception as error:
-                asked.responses.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()  # a pool's thread would keep the process from ending
-        return asked
-
-    def wait(self, asked: Asked) -> list[Response]:
-        """Wait for a round; all its responses, on every rank. Collective."""
-        with self._phase("wait"), agreement():
-            mine = asked.responses.result()
-        if asked.seconds is not None:
-            self._phase.seconds["generate"] = asked.seconds
-        return from_all_ranks(mine)
-
-    def _sync(self, version: int) -> None:
+    def sync(self, version: int) -> None:
+        """Send the current weights to the engine, which must not be generating. Collective."""
         with self._phase("sync"):
             if self._config.rollout.sleep:
                 with agreement():  # the last step's memory must be free on all ranks' devices
@@ -175,10 +149,10 @@ class Generation:
             sync = {"dtype": self.engine.dtype, "bucket_mib": self._config.weight_sync.bucket_mib}
             sync_weights(self._model, self.engine, version=version, **sync)
 
-    def _generate(self, questions: Sequence[Question], version: int) -> list[Response]:
-        """This rank's part of the responses."""
+    def generate(self, questions: Sequence[Question], version: int) -> list[Response]:
+        """Responses to this rank's questions, with the weights of ``version``."""
         self.engine.require(version)
-        return self._conversations.respond(my_part(questions), self.engine)
+        return self._conversations.respond(questions, self.engine)
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:

@@ -24,11 +24,12 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Response
-from fsdp2kit.rl.generation import Generation, Phases, from_all_ranks, my_part
+from fsdp2kit.rl.generation import Generation, Phases, from_all_ranks
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
-from fsdp2kit.rl.rounds import Asked, Round, kept_rounds, round_state
+from fsdp2kit.rl.rounds import Round, kept_rounds, round_state
+from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
 from fsdp2kit.train.metrics import Metrics
 
 
@@ -63,7 +64,7 @@ class Rollouts:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
-        self._environment = conversations.contents
+        self._environment, self._reading = conversations.contents, conversations.lock
         self._mesh, self._metrics, self._tokenizer = mesh, metrics, tokenizer
         self._phase = Phases(metrics)
         sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
@@ -71,7 +72,8 @@ class Rollouts:
         self._generation = Generation(config, model, sleepers, device=mesh.device, phases=self._phase, **made_by)
         self._step = progress.step  # done once the newest batch is learnt from
         self._round: Round | None = None
-        self._asked: Asked | None = None
+        makes: Any = {"generate": self._generation.generate, "score": self._score}
+        self._ahead = RoundsAhead(**makes, n=config.rollout.n, phases=self._phase)
         self._notes: list[str] = []
         self._figures: dict[str, float] = {}
         self._held_out_samples: list[dict[str, Any]] = []
@@ -118,8 +120,8 @@ class Rollouts:
     def batch(self, index: int, /) -> Sequence[Batch]:
         """This data-parallel rank's micro-batches of step ``index`` (0-based). Collective.
 
-        At the first step of a round, the engine gets the current weights and generates. With ``rollout.ahead`` it has
-        these responses already, and begins the next round.
+        At the first step of a round, the engine gets the current weights and generates. With ``rollout.ahead`` this
+        round is under way already, and a later one begins.
         """
         number, part = divmod(index, self._config.rollout.updates)
         self._step, self._phase.seconds = index + 1, {}
@@ -137,6 +139,7 @@ class Rollouts:
             "rollout/truncated": float(np.mean([not rollout.response.is_whole for rollout in rollouts])),
             "rollout/without_signal": float(np.mean(~has_signal(totals))),
             "rollout/weight_version": float(now.version),
+            "rollout/staleness": float(index - now.version),
         }
         texts = [(self._prompt_ids(one), one.response.ids, one.response.sampled) for one in rollouts]
         values = token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens)
@@ -152,13 +155,13 @@ class Rollouts:
     def state(self, index: int, /) -> dict[str, Any] | None:
         """Rollouts that steps from ``index`` on learn from and that later weights cannot make again. Collective.
 
-        It waits for the responses under way.
+        It waits for the rounds under way.
         """
         number, part = divmod(index, self._config.rollout.updates)
-        now, asked = self._round, self._asked
+        now = self._round
         if now is not None and (now.number != number or (not part and now.version == index)):
             now = None
-        found = round_state(now, None if asked is None else (asked, self._generation.wait(asked)))
+        found = round_state(now, self._ahead.all_rounds(self._prompts.of_round))
         return {**found, "made_by": self._made_by} if found else None
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -166,9 +169,8 @@ class Rollouts:
         section = self._config.rollout
         kept = kept_rounds(state, section, count=self._prompts.per_round * section.n, made_by=self._made_by)
         self._round = kept.now
-        if kept.ahead is not None:
-            self._asked, responses = kept.ahead
-            self._asked.responses.set_result(list(my_part(responses)))
+        for one in kept.ahead:
+            self._ahead.keep(one, self._questions(one.number), is_scored=kept.is_scored)
         if kept.dropped:
             self._notes.append(f"rollouts in progress are made again ({kept.dropped})")
 
@@ -182,9 +184,7 @@ class Rollouts:
             is −``eval_reward`` and decides the best checkpoint.
         """
         prompts, start, seconds = self._prompts.held_out, time.perf_counter(), self._phase.seconds.copy()
-        if self._asked is not None:  # the engine still generates with its old weights
-            with agreement():
-                self._asked.responses.result()
+        self._ahead.wait()  # for the engine, which still has its old weights, and for the reward functions
         seed = self._config.run.seed
         # A round's seeds have four numbers. The fifth is not 0: numpy ignores zeros at the end of a seed.
         questions = [Question(prompt, (seed, 0, at, 0, 1)) for at, prompt in enumerate(prompts)]
@@ -231,20 +231,24 @@ class Rollouts:
         self._warned = self._warned | {name} if is_so else self._warned - {name}
 
     def _make_round(self, number: int, *, version: int) -> Round:
-        """A round with its rewards, on every rank; with ``rollout.ahead`` the next one begins. Collective."""
-        asked, sampled_by = self._asked, version
-        if asked is not None and asked.number == number:
-            responses, sampled_by = self._generation.wait(asked), asked.version
-        else:
+        """A round with its rewards, on every rank. Collective."""
+        section, indices = self._config.rollout, self._prompts.of_round(number)
+        if not section.ahead:
             responses = self._generation.respond(self._questions(number), version)
-        self._asked = None
-        if self._config.rollout.ahead and (number + 1) * self._config.rollout.updates < self._prompts.total_steps:
-            self._asked = self._generation.begin(number + 1, self._questions(number + 1), version)
-        indices, n = self._prompts.of_round(number), self._config.rollout.n
-        rewards = self._rewarded([self._prompts.prompts[index] for index in indices], responses, n=n)
-        scored = enumerate(zip(responses, rewards.tolist(), strict=True))
-        rollouts = [Rollout(indices[at // n], response, tuple(values)) for at, (response, values) in scored]
-        return Round(number, sampled_by, rollouts)
+            rewards = self._rewarded([self._prompts.prompts[index] for index in indices], responses, n=section.n)
+            scored = enumerate(zip(responses, rewards.tolist(), strict=True))
+            rollouts = [
+                Rollout(indices[at // section.n], response, tuple(values)) for at, (response, values) in scored
+            ]
+            return Round(number, version, rollouts)
+        due = [one for one in range(number, number + section.ahead + 1) if one not in self._ahead]
+        missing = [one for one in due if one * section.updates < self._prompts.total_steps]
+        if missing:
+            self._ahead.wait_for_engine()  # each response is made by the weights of one version
+            self._generation.sync(version)
+        for one in missing:
+            self._ahead.ask(one, self._questions(one), version)
+        return self._ahead.take(number, indices)
 
     def _questions(self, number: int) -> list[Question]:
         """The questions of a round, group by group."""
@@ -259,7 +263,7 @@ class Rollouts:
 
         A rank scores whole groups of ``n``, so that a function may compare within them.
         """
-        mine = [group * n + turn for group in my_part(range(len(prompts))) for turn in range(n)]
+        mine = my_groups(range(len(responses)), n)
         with self._phase("reward"), agreement():
             found = self._score([prompts[at // n] for at in mine], [responses[at] for at in mine])
         return np.concatenate(from_all_ranks(found.reshape(-1, n, found.shape[1])))
@@ -273,7 +277,8 @@ class Rollouts:
         return np.column_stack([np.array(given), found])
 
     def _text(self, response: Response) -> str:
-        return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
+        with self._reading:
+            return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
 
     def _totals(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """The weighted sum of each rollout's rewards, float64 ``[groups, n]``."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp2kit.config.rl_schema import RolloutConfig
@@ -22,41 +21,24 @@ class Round:
     rollouts: list[Rollout]
 
 
-@dataclass
-class Asked:
-    """A round whose responses may still be under way."""
-
-    number: int
-    version: int
-    responses: Future[list[Response]] = field(default_factory=Future)
-    """Those that this rank asked for."""
-    seconds: float | None = None
-    """Seconds of generation. None until it is done, and for responses from a checkpoint."""
-
-
 @dataclass(frozen=True)
 class Kept:
     """The rounds of a checkpoint that are still good."""
 
     now: Round | None
     """The round that training learns from."""
-    ahead: tuple[Asked, list[Response]] | None
-    """The next round, and all ranks' responses."""
+    ahead: list[Round]
+    """Later rounds, in order."""
+    is_scored: bool
+    """Whether the rewards of the later rounds are still good, too."""
     dropped: str
     """Why a round of the checkpoint is made again; empty if none is."""
 
 
-def round_state(now: Round | None, ahead: tuple[Asked, Sequence[Response]] | None) -> dict[str, Any]:
+def round_state(now: Round | None, ahead: Sequence[Round]) -> dict[str, Any]:
     """Rounds as JSON; empty without any."""
-    found: dict[str, Any] = {}
-    if now is not None:
-        rollouts = [asdict(rollout) for rollout in now.rollouts]
-        found |= {"round": now.number, "version": now.version, "rollouts": rollouts}
-    if ahead is not None:
-        asked, responses = ahead
-        answers = [asdict(response) for response in responses]
-        found["ahead"] = {"round": asked.number, "version": asked.version, "responses": answers}
-    return found
+    found = {} if now is None else _as_json(now)
+    return {**found, "ahead": [_as_json(one) for one in ahead]} if ahead else found
 
 
 def kept_rounds(state: Mapping[str, Any], section: RolloutConfig, *, count: int, made_by: Mapping[str, Any]) -> Kept:
@@ -67,27 +49,40 @@ def kept_rounds(state: Mapping[str, Any], section: RolloutConfig, *, count: int,
         count: rollouts of a round.
         made_by: sampling keys (``rollout.…``) and reward functions, in order, each with its value or digest.
     """
-    before = state.get("made_by", {})
+    try:
+        now = _from_json(state) if "rollouts" in state else None
+        ahead = [_from_json(one) for one in state.get("ahead", ())]
+        before = dict(state.get("made_by", {}))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Kept(None, [], False, "the checkpoint has them in another form")
     changed = [name for name in dict.fromkeys([*made_by, *before]) if made_by.get(name) != before.get(name)]
     if not changed and list(before) != list(made_by):
         changed = ["order of the rewards"]
-    made = [
-        Rollout(one["prompt"], Response.from_dict(one["response"]), tuple(one["rewards"]))
-        for one in state.get("rollouts", ())
-    ]
-    now = ahead = None
-    first = state.get("round", 0) * section.updates
-    version = state.get("version", first)
-    if not changed and len(made) == count and version >= first - section.ahead * section.updates:
-        now = Round(state["round"], version, made)
-    asked = state.get("ahead", {})
-    responses = [Response.from_dict(one) for one in asked.get("responses", ())]
-    # They have no rewards yet.
-    is_sampled_otherwise = any(name.startswith("rollout.") for name in changed)
-    if not is_sampled_otherwise and len(responses) == count and section.ahead:
-        ahead = Asked(asked["round"], asked["version"]), responses
-    if (now is not None or not made) and (ahead is not None or not responses):
-        return Kept(now, ahead, "")
+
+    def why_not(one: Round) -> str:
+        if len(one.rollouts) != count:
+            return "train.global_batch_size"
+        # With fewer rounds ahead it would be too old.
+        return "" if one.version >= (one.number - section.ahead) * section.updates else "rollout.ahead"
+
+    # Responses of the rounds ahead can be scored again: nothing was learnt from them yet.
+    is_sampled_otherwise = not before or any(name.startswith("rollout.") for name in changed)
+    kept_now = now if now is not None and not changed and not why_not(now) else None
+    kept_ahead = [] if is_sampled_otherwise else [one for one in ahead if not why_not(one)]
+    if kept_now is now and len(kept_ahead) == len(ahead):
+        return Kept(now, ahead, not changed, "")
     if not before:
-        return Kept(now, ahead, "the checkpoint does not say how they were made")
-    return Kept(now, ahead, f"changed since: {', '.join(changed) or 'rollout.ahead'}")
+        return Kept(None, [], False, "the checkpoint does not say how they were made")
+    causes = changed or list(dict.fromkeys(filter(None, map(why_not, [*([] if now is None else [now]), *ahead]))))
+    return Kept(kept_now, kept_ahead, not changed, f"changed since: {', '.join(causes)}")
+
+
+def _as_json(one: Round) -> dict[str, Any]:
+    return {"round": one.number, "version": one.version, "rollouts": [asdict(rollout) for rollout in one.rollouts]}
+
+
+def _from_json(found: Mapping[str, Any]) -> Round:
+    rollouts = [
+        Rollout(one["prompt"], Response.from_dict(one["response"]), tuple(one["rewards"])) for one in found["rollouts"]
+    ]
+    return Round(found["round"], found["version"], rollouts)

@@ -71,8 +71,10 @@ def plain_loss(
         ratio = torch.exp(log_probs - (log_probs.detach() if updates == 1 else engine))
         clipped = torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high)
         tokens = -torch.minimum(ratio * advantage, clipped * advantage)
-        if updates == 1 and section.importance_cap:
-            tokens = tokens * torch.exp(log_probs.detach() - engine).clamp(max=section.importance_cap)
+        weights = np.minimum(np.exp((log_probs.detach() - engine).numpy()), section.importance_cap)
+        is_weighted = updates == 1 and section.importance_cap > 0
+        if is_weighted:
+            tokens = tokens * torch.from_numpy(weights)
         with torch.no_grad():
             anchor = plain_log_probs(reference, prompt, response.ids)[0][sampled]
         kl = torch.exp(anchor - log_probs) - (anchor - log_probs) - 1
@@ -88,6 +90,9 @@ def plain_loss(
             "log_prob_gap": (log_probs - engine).abs().sum(),
             **({"kl": kl.sum()} if section.kl else {}),
         }
+        if is_weighted:
+            figures["importance_weight"] = torch.tensor(weights.sum())
+            figures["importance_capped"] = torch.tensor((weights == np.float32(section.importance_cap)).sum())
         for name, value in figures.items():
             totals[name] = totals.get(name, 0.0) + value.detach().item()
     metrics = {name: value / sum(lengths) for name, value in totals.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -22,14 +23,16 @@ import pytest
 
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.data.contents import Content
+from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.distributed import local_part
+from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_packs
 from fsdp2kit.rl.rollouts import Rollouts
-from fsdp2kit.rl.rounds import Asked, Round, round_state
+from fsdp2kit.rl.rounds import Round, round_state
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
@@ -236,57 +239,166 @@ def test_held_out_rewards_are_those_of_the_weights_of_now(toml: Path, pool: Work
     assert "log_prob_gap_max" not in alone
 
 
+class _Server:
+    """An embedded engine as a server elsewhere that is as late as it may be, beside reward functions that are, too.
+
+    A batch of rollouts is sampled once the step has begun after which it is needed, and scored once the one before its
+    own has begun: a trainer that waits for either any earlier waits forever. Only a checkpoint and an evaluation may.
+    No weights may come while it samples.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead, self._busy, self._begun = ahead, 0, -1.0
+        self._changed, self._numbers = threading.Condition(), dict[int, int]()
+
+    def begin(self, step: float) -> None:
+        """A step begins; `math.inf`: a checkpoint or an evaluation."""
+        with self._changed:
+            self._begun = step
+            self._changed.notify_all()
+
+    def wait_for(self, step: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._begun >= step, 60), "the trainer waits for what is not needed"
+
+    def hold(self, engine: Any) -> Any:
+        generate, begin_update = engine.generate, engine.begin_update
+
+        def generate_late(requests: Any, **named: Any) -> Any:
+            number = requests[0].seed[1]
+            if number:
+                self.wait_for(max(0, number - self._ahead))
+            self._busy += 1
+            found = generate(requests, **named)
+            self._busy -= 1
+            self._numbers |= {id(one): number for one in found}
+            return found
+
+        def begin_alone(version: int) -> None:
+            assert not self._busy, "weights come while the engine generates"
+            begin_update(version)
+
+        engine.generate, engine.begin_update = generate_late, begin_alone
+        return engine
+
+    def rollouts(self) -> type[Rollouts]:
+        server = self
+
+        class Late(Rollouts):
+            def batch(self, index: int, /) -> Any:
+                found = super().batch(index)
+                server.begin(index)
+                return found
+
+            def state(self, index: int, /) -> Any:
+                server.begin(math.inf)
+                return super().state(index)
+
+            def __call__(self) -> dict[str, float]:
+                server.begin(math.inf)
+                return super().__call__()
+
+            def _score(self, prompts: Any, responses: Any) -> Any:
+                if number := server._numbers.get(id(responses[0]), 0):
+                    server.wait_for(number - 1)
+                return super()._score(prompts, responses)
+
+        return Late
+
+
 def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
-    """A run whose engine generates ahead only while the loss of a step is computed: as a server elsewhere can."""
-    recipe, config = load(toml, ["rollout.engine=vllm", "rollout.ahead=1", *overrides])
-    trains, trainer, build = threading.Event(), threading.get_ident(), recipe.build_engine
+    """A run with `_Server`; what refuses it."""
+    recipe, config = load(toml, ["rollout.engine=vllm", *overrides])
+    server, build = _Server(config.rollout.ahead), recipe.build_engine
 
     def build_engine(config: Any, *given: Any, **named: Any) -> Any:
         embedded = config.rollout.model_copy(update={"engine": "transformers"})
-        engine = build(config.model_copy(update={"rollout": embedded}), *given, **named)
-        generate = engine.generate
+        return server.hold(build(config.model_copy(update={"rollout": embedded}), *given, **named))
 
-        def generate_meanwhile(*given: Any, **named: Any) -> Any:
-            assert threading.get_ident() == trainer or trains.wait(60), "the trainer waits for what is not needed yet"
-            return generate(*given, **named)
-
-        engine.generate = generate_meanwhile
-        return engine
-
-    class Loss(PolicyLoss):
-        def __call__(self, *given: Any) -> Any:
-            trains.set()
-            return super().__call__(*given)
-
-    def build_policy_loss(config: Any, *_: Any, **__: Any) -> Any:
-        return Loss(config.grpo, config.rollout)
-
-    recipe.build_engine, recipe.build_policy_loss = build_engine, build_policy_loss
-    recipe.main(config)
+    recipe.build_engine, recipe.Rollouts = build_engine, server.rollouts()
+    try:
+        recipe.main(config)
+    except UserError as error:
+        return str(error)
     return ""
 
 
-@pytest.mark.full
-def test_rollouts_ahead_are_one_batch_old(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    def ahead(name: str, *overrides: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize(("ahead", "size"), [full(1, 2), (2, 1), full(3, 2)])
+def test_rollouts_ahead_are_so_many_batches_old(
+    ahead: int, size: int, toml: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    def run_ahead(name: str) -> list[dict[str, Any]]:
         directory = tmp_path / name
-        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, *SAVES, *overrides]
-        assert set(pool.run(2, _run_with_a_server, str(toml), options)) == {""}
+        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, "checkpoint.every=2", f"rollout.ahead={ahead}"]
+        assert set(pool.run(size, _run_with_a_server, str(toml), [*options, "train.steps=5"])) == {""}
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
-    straight = ahead("straight")
-    assert [one["rollout/weight_version"] for one in straight] == [0, 0, 1, 2]
+    straight = run_ahead("straight")
+    versions = [max(0, index - ahead) for index in range(5)]
+    assert [one["rollout/weight_version"] for one in straight] == versions
+    assert [one["rollout/staleness"] for one in straight] == [at - version for at, version in enumerate(versions)]
     assert straight[0]["log_prob_gap"] < 2e-5 < 1e-3 < straight[1]["log_prob_gap"]
-    assert all(one["seconds/generate"] > 0 and one["seconds/wait"] > 0 for one in straight[1:])
-    # The second batch of a run whose weights stay as they are: the same prompts, asked with the first weights.
-    still = run(pool, toml, tmp_path / "still", 2, "grpo.kl=0.0", *DP2, "optimizer.lr=1e-12", "train.steps=2")
+    assert straight[0]["importance_weight"] == pytest.approx(1, abs=1e-4)
+    assert straight[0]["importance_capped"] == 0
+    for one in straight:
+        assert min(one["seconds/generate"], one["seconds/reward"], one["seconds/wait"]) > 0
+    # The first batches of a run whose weights stay as they are: the same prompts, asked with the first weights.
+    still = run(
+        pool, toml, tmp_path / "still", size, "grpo.kl=0.0", *DP2, "optimizer.lr=1e-12", f"train.steps={ahead + 1}"
+    )
     for key in ("reward", "reward/spread", "response_length", "tokens"):
-        assert [one[key] for one in straight[:2]] == [one[key] for one in still]
+        assert [one[key] for one in straight[: ahead + 1]] == [one[key] for one in still]
     name = "checkpoints/step-000002"
     shutil.copytree(tmp_path / "straight" / name, tmp_path / "resumed" / name)
-    resumed = ahead("resumed")
+    resumed = run_ahead("resumed")
     assert numbers(resumed) == numbers(straight[2:])
     assert [one["loss"] for one in resumed] == [one["loss"] for one in straight[2:]]
+
+
+FAILS_ONCE = """
+import os
+
+calls = 0
+
+def third(completions, **_):
+    global calls
+    calls += 1
+    if calls == 3 and not os.path.exists("FOLDER"):
+        os.mkdir("FOLDER")
+        raise OSError("enough")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.full
+def test_an_evaluation_between_rollouts_ahead_changes_nothing(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """It sends the weights of its own step, in the middle of what others sample."""
+    options = ["rollout.ahead=2", "grpo.kl=0.0", "train.steps=4", *DP2]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(5)))
+    records = []
+    for name, evaluation in (("plain", []), ("found", [f"eval={{every=1, path='{held_out}'}}"])):
+        given = [f"run.dir='{tmp_path / name}'", *options, *evaluation]
+        assert set(pool.run(2, _run_with_a_server, str(toml), given)) == {""}
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records.append([json.loads(line) for line in lines])
+    plain, found = records
+    assert numbers([{key: one[key] for key in plain[0] if key in one} for one in found]) == numbers(plain)
+    assert len({one["eval_reward"] for one in found}) == 4
+    alone = ("train.steps=0", f"model.weights='{tmp_path}/found/checkpoints/step-000004'", "grpo.kl=0.0", *DP2)
+    [last] = run(pool, toml, tmp_path / "alone", 2, *alone, f"eval={{every=1, path='{held_out}'}}")
+    assert last["eval_reward"] == pytest.approx(found[-1]["eval_reward"], abs=1e-12)
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_in_the_background_stops_all_ranks(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """On one rank, at the third batch of rollouts."""
+    (tmp_path / "third.py").write_text(FAILS_ONCE.replace("FOLDER", str(tmp_path / "taken")))
+    options = [f"run.dir='{tmp_path / 'run'}'", "rollout.ahead=2", *DP2, "train.steps=6"]
+    said = pool.run(2, _run_with_a_server, str(toml), [*options, f"reward=[{{function='{tmp_path}/third.py:third'}}]"])
+    assert len(set(said)) == 1
+    assert re.match(r"reward\.0\.function: .*third\.py:third: OSError: enough", said[0])
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 class _Engine:
@@ -301,18 +413,25 @@ class _Rewards:
         self.names = [name.partition(" ")[0] for name in names]
         self.contents = {f"reward.{own}": Content(name) for own, name in zip(self.names, names, strict=True)}
 
+    def __call__(self, arguments: Any) -> np.ndarray:
+        return np.full((len(arguments["completions"]), len(self.names)), 7.0)
 
-def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same")) -> Rollouts:
+
+def _rollouts(
+    toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same"), per_round: int = 4
+) -> Rollouts:
     """
     Args:
         rewards: of each function its name, and anything that stands for its code.
     """
     _, config = load(str(toml), list(overrides))
-    prompts = SimpleNamespace(per_round=4, total_steps=8)
+    asked = [Prompt({"prompt": "Hi"}, "Hi", [1])] * 4
+    prompts = SimpleNamespace(per_round=per_round, total_steps=8, prompts=asked, of_round=lambda number: [0, 1, 2, 3])
     none: Any = None
     mesh: Any = SimpleNamespace(device=none)
     metrics = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
-    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "tokenizer": none}
+    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh}
+    given["tokenizer"] = SimpleNamespace(decode=lambda *_, **__: "")
     given["conversations"] = Conversations(config, none)
     given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
     return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
@@ -358,6 +477,7 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
     assert state is not None
     ahead = ["rollout.updates=2", "rollout.ahead=1", "rollout.engine='vllm'"]
     state = json.loads(json.dumps(state))
+    made_again = "rollouts in progress are made again"
     for overrides, rewards, why in (
         (ahead, ["spread", "same"], ""),
         ([*ahead, "rollout.batch_size=1", "rollout.dtype=bfloat16"], ["spread", "same"], ""),
@@ -371,20 +491,35 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
         resumed = _rollouts(toml, *overrides, rewards=rewards)
         resumed.resume(state)
         assert (resumed._round is None) is bool(why), (overrides, rewards)
-        assert resumed._notes == ([f"rollouts in progress are made again ({why})"] if why else [])
-    # Responses under way have no rewards yet, but were sampled.
-    made = [response for response in responses if response]
-    state = {**round_state(None, (Asked(3, 4), made)), "made_by": running._made_by}
-    for overrides, rewards, is_taken in (
-        (ahead, ["spread", "same mended"], True),
-        ([*ahead, "rollout.temperature=0.5"], ["spread", "same"], False),
+        assert resumed._notes == ([f"{made_again} ({why})"] if why else [])
+    # The step learns from round 2. Its rewards were found, but nothing was learnt from those of the rounds after it.
+    later = [Round(3, 4, made), Round(4, 4, made)]
+    state = json.loads(json.dumps({**round_state(None, later), "made_by": running._made_by}))
+    two = [*ahead, "rollout.ahead=2"]
+    other_size = [*two, "train.global_batch_size=8"]
+    for overrides, rewards, reward, kept, why in (
+        (two, ["spread", "same"], 2.0, [3, 4], ""),
+        (two, ["spread", "same mended"], 7.0, [3, 4], ""),
+        (ahead, ["spread", "same"], 2.0, [3], "changed since: rollout.ahead"),
+        (ahead[:1], ["spread", "same"], None, [], "changed since: rollout.ahead"),
+        ([*two, "rollout.temperature=0.5"], ["spread", "same"], None, [], "changed since: rollout.temperature"),
+        (other_size, ["spread", "same"], None, [], "changed since: train.global_batch_size"),
     ):
-        resumed = _rollouts(toml, *overrides, rewards=rewards)
+        resumed = _rollouts(toml, *overrides, rewards=rewards, per_round=2 if overrides is other_size else 4)
+        resumed._phase = resumed._ahead._phase = lambda _: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
         resumed.resume(state)
-        assert (resumed._asked is not None) is is_taken
-    resumed = _rollouts(toml, *ahead)
-    resumed.resume({name: value for name, value in state.items() if name != "made_by"})
-    assert resumed._notes == ["rollouts in progress are made again (the checkpoint does not say how they were made)"]
+        found = resumed._ahead.all_rounds(resumed._prompts.of_round)
+        assert [one.number for one in found] == kept, overrides
+        assert {rollout.rewards[1] for one in found for rollout in one.rollouts} == ({reward} if kept else set())
+        assert [rollout.response for one in found for rollout in one.rollouts] == responses * len(kept)
+        assert resumed._notes == ([f"{made_again} ({why})"] if why else [])
+    untold = "the checkpoint does not say how they were made", "the checkpoint has them in another form"
+    older = {"ahead": {"round": 3, "version": 4, "responses": []}, "made_by": running._made_by}
+    for foreign, why in zip(({**state, "made_by": {}}, older), untold, strict=True):
+        resumed = _rollouts(toml, *two)
+        resumed.resume(foreign)
+        assert resumed._notes == [f"{made_again} ({why})"]
+        assert 3 not in resumed._ahead
 
 
 def test_another_temperature_samples_anew(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
@@ -517,8 +652,8 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("eval={every=1, split=3, prompts=['Hi']}", "eval.prompts: held-out rewards have answers"),
         ("eval={every=1, sets={a={path='prompts.jsonl'}}}", "eval.sets: prompts are held out as one set"),
         ("eval.split=10", "eval.split: 10 holds out every row of data.path: "),
-        ("rollout.ahead=2", "rollout.ahead"),
-        ("rollout.ahead=1", "rollout.ahead: 1 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
+        ("rollout.ahead=-1", "rollout.ahead"),
+        ("rollout.ahead=2", "rollout.ahead: 2 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
         ("rollout={engine='vllm', ahead=1, n=4, sleep=true, max_new_tokens=8}", "rollout.sleep: with rollout.ahead"),
         (
             "rollout={n=4, max_new_tokens=8, sleep=true}\ncheckpoint.async_save=true",
