@@ -95,7 +95,7 @@ class Prompts:
         held_out = [f"held out: {counted(len(self.held_out), 'prompt')}"] if self.held_out else []
         return [
             f"data: {what}",
-            f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
+            f"an epoch: {self.steps_per_epoch:.1f} steps; a batch of rollouts: {counted(self.per_round, 'prompt')}",
             *held_out,
         ]
 

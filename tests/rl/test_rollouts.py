@@ -265,7 +265,7 @@ class _Server:
         generate, begin_update = engine.generate, engine.begin_update
 
         def generate_late(requests: Any, **named: Any) -> Any:
-            number = requests[0].seed[1]
+            number = requests[0].seed[1] if requests else 0
             if number:
                 self.wait_for(max(0, number - self._ahead))
             self._busy += 1
@@ -299,7 +299,7 @@ class _Server:
                 return super().__call__()
 
             def _score(self, prompts: Any, responses: Any) -> Any:
-                if number := server._numbers.get(id(responses[0]), 0):
+                if responses and (number := server._numbers.get(id(responses[0]), 0)):
                     server.wait_for(number - 1)
                 return super()._score(prompts, responses)
 
@@ -353,6 +353,24 @@ def test_rollouts_ahead_are_so_many_batches_old(
     resumed = run_ahead("resumed")
     assert numbers(resumed) == numbers(straight[2:])
     assert [one["loss"] for one in resumed] == [one["loss"] for one in straight[2:]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["rollout.n=16", "rollout.updates=2"])
+def test_ahead_with_a_rank_without_a_group_and_with_several_updates(
+    option: str, toml: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    def run_ahead(name: str) -> list[dict[str, Any]]:
+        options = [f"run.dir='{tmp_path / name}'", "grpo.kl=0.0", "checkpoint.every=3", "rollout.ahead=2", option]
+        assert set(pool.run(2, _run_with_a_server, str(toml), [*options, *DP2, "train.steps=6"])) == {""}
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    straight, updates = run_ahead("straight"), 1 + ("updates" in option)
+    versions = [max(0, index // updates - 2) * updates for index in range(6)]
+    assert [one["rollout/weight_version"] for one in straight] == versions
+    shutil.copytree(tmp_path / "straight/checkpoints/step-000003", tmp_path / "resumed/checkpoints/step-000003")
+    assert numbers(run_ahead("resumed")) == numbers(straight[3:])
 
 
 FAILS_ONCE = """
