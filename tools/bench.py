@@ -9,6 +9,7 @@ python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole
 python tools/bench.py ring [--device cpu --dry-run]
 [torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
 torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
+python tools/bench.py rollouts [--lengths tail] [--continuous]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py scale [--ranks 8 64 1024] [--shards 64]
 python tools/bench.py report FOLDER
@@ -45,6 +46,7 @@ COMMANDS |= {
     "scale": "scale",
     "experts": "experts",
     "sync": "sync",
+    "rollouts": "rollouts",
 }
 """By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
 

@@ -32,9 +32,7 @@ from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rounds import Asked, Round, kept_rounds, round_state
 from fsdp2kit.train.metrics import Metrics
 
-_ROUTED_ANEW = (
-    "experts: the trainer chooses them anew, it does not replay the engine's choices; log_prob_gap shows the difference"
-)
+_ROUTED_ANEW = "experts: the trainer does not replay the engine's choices; log_prob_gap shows what this costs"
 
 
 class Rollouts:
