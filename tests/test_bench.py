@@ -18,6 +18,7 @@ from fsdp2kit.bench.experts import bench_experts
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
+from fsdp2kit.bench.rollouts import bench_rollouts
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.reference import full, needs_integers, slow
 from tests.workers import WorkerPool, run_command
@@ -95,6 +96,14 @@ def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
     assert_has_provenance(together, ranks=2)
     assert together["checks"] == {"losses_agree": True}
     assert together["rows"][0]["times_as_fast"]["ratio"] > 0
+
+
+@pytest.mark.full
+def test_rollouts_are_the_same_whether_rows_leave_or_not(pool: WorkerPool) -> None:
+    tiny: Any = {"params": 1e-3, "requests": 6, "batch_size": 4, "longest": 10, "rounds": 1, "continuous": True}
+    (result,) = pool.run(1, last_result, bench_rollouts, **tiny)
+    assert [row["name"] for row in result["rows"]] == ["fsdp2kit", "to the longest", "continuous batching"]
+    assert result["checks"] == {"same_responses": True}
 
 
 # Others have the same settings on other shapes, or compiled.

@@ -93,8 +93,12 @@ class _Continuous(Side):
         self._model, self._asked, self._at_once = model, asked, at_once
 
     def prepare(self) -> None:
-        sampling = {"do_sample": True, "eos_token_id": -1, "pad_token_id": 0}  # no token ends a response
-        sizes = {"max_requests_per_batch": self._at_once, "num_blocks": 4 * self._at_once, "max_batch_tokens": 512}
+        sampling: Any = {"do_sample": True, "eos_token_id": -1, "pad_token_id": 0}  # no token ends a response
+        sizes: Any = {
+            "max_requests_per_batch": self._at_once,
+            "num_blocks": 4 * self._at_once,
+            "max_batch_tokens": 512,
+        }
         batching = ContinuousBatchingConfig(return_logprobs=True, **sizes)
         options = {"generation_config": GenerationConfig(**sampling), "continuous_batching_config": batching}
         self._manager = self._model.init_continuous_batching(**options)

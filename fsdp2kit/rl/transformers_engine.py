@@ -119,7 +119,7 @@ class TransformersEngine(Engine):
             self._cut(*row) for row in zip(sampler.tokens.tolist(), sampler.log_probs.tolist(), rooms, strict=True)
         ]
 
-    def _part(self, cache: Any, rows: Tensor) -> dict[str, Any]:
+    def _part(self, cache: Any, rows: Any) -> dict[str, Any]:
         """What `generate` goes on from with these rows.
 
         Nothing if the cache is not transformers' usual one: the rows are computed anew. That is slow, so it happens
