@@ -19,6 +19,7 @@ from fsdp2kit.bench.experts import bench_experts
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
+from fsdp2kit.bench.rollouts import bench_rollouts
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.reference import full, needs_integers, slow
 from tests.workers import WorkerPool, run_command
@@ -111,6 +112,14 @@ def test_rollouts_ahead_are_measured_beside_steps_that_wait(pool: WorkerPool) ->
     assert waits["importance_weight"] == pytest.approx(1, abs=1e-3)
     assert ahead["times_as_fast"]["ratio"] > 0
     assert {name: len(curve) for name, curve in result["reward_curves"].items()} == {"ahead = 1": 6, "ahead = 0": 6}
+
+
+@pytest.mark.full
+def test_rollouts_are_the_same_whether_rows_leave_or_not(pool: WorkerPool) -> None:
+    tiny: Any = {"params": 1e-3, "requests": 6, "batch_size": 4, "longest": 10, "rounds": 1, "continuous": True}
+    (result,) = pool.run(1, last_result, bench_rollouts, **tiny)
+    assert [row["name"] for row in result["rows"]] == ["fsdp2kit", "to the longest", "continuous batching"]
+    assert result["checks"] == {"same_responses": True}
 
 
 # Others have the same settings on other shapes, or compiled.

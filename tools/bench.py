@@ -10,6 +10,7 @@ python tools/bench.py ring [--device cpu --dry-run]
 [torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
 torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
 python tools/bench.py ahead toml/grpo_demo.toml [section.key=value …] [--ahead 2]
+python tools/bench.py rollouts [--lengths tail] [--continuous]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py scale [--ranks 8 64 1024] [--shards 64]
 python tools/bench.py report FOLDER
@@ -47,6 +48,7 @@ COMMANDS |= {
     "experts": "experts",
     "sync": "sync",
     "ahead": "ahead",
+    "rollouts": "rollouts",
 }
 """By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
 

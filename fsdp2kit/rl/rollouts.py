@@ -19,6 +19,7 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.distributed import agreement
+from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
@@ -31,6 +32,8 @@ from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rounds import Round, kept_rounds, round_state
 from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
 from fsdp2kit.train.metrics import Metrics
+
+_ROUTED_ANEW = "experts: the trainer does not replay the engine's choices; log_prob_gap shows what this costs"
 
 
 class Rollouts:
@@ -74,7 +77,7 @@ class Rollouts:
         self._round: Round | None = None
         makes: Any = {"generate": self._generation.generate, "score": self._score}
         self._ahead = RoundsAhead(**makes, n=config.rollout.n, phases=self._phase)
-        self._notes: list[str] = []
+        self._notes = [_ROUTED_ANEW] if is_mixture(model.config) else []
         self._figures: dict[str, float] = {}
         self._held_out_samples: list[dict[str, Any]] = []
         self._warned: set[str] = set()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part
@@ -23,7 +25,7 @@ from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 
 
 class TransformersEngine(Engine):
-    """Generates in padded batches with a cache; see `Engine`.
+    """Generates in padded batches with a cache, which rows leave as they end; see `Engine`.
 
     Args:
         model: materialised, in evaluation mode.
@@ -31,6 +33,9 @@ class TransformersEngine(Engine):
         pad_id: fills prompts up from the left; attention leaves it out. None: any token does.
         group: the ranks that the model is split over; they generate together. None: the model is whole.
     """
+
+    share = 0.25
+    """Rows leave their batch when this share of them have ended; 1: when all have."""
 
     def __init__(
         self,
@@ -78,33 +83,55 @@ class TransformersEngine(Engine):
         return [found[before + at] for at in range(len(requests))]
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float) -> list[Response]:
+        """A batch. Whenever `share` of its rows have ended, generation goes on with the others alone."""
         left: Any = {"batch_first": True, "padding_side": "left"}
-        max_new_tokens = max(min(request.room or max_new_tokens, max_new_tokens) for request in requests)
+        rooms = [min(request.room or max_new_tokens, max_new_tokens) for request in requests]
         prompts = [torch.tensor(request.ids) for request in requests]
-        ids = pad_sequence(prompts, padding_value=self._pad_id, **left)
-        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left)
+        ids = pad_sequence(prompts, padding_value=self._pad_id, **left).to(self._device)
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left).to(self._device)
         # The bits of PCG64 are the same on every machine and in every numpy.
-        bits = np.stack([np.random.PCG64(request.seed).random_raw(max_new_tokens) for request in requests])
+        bits = np.stack([np.random.PCG64(request.seed).random_raw(max(rooms)) for request in requests])
         uniform = torch.from_numpy((bits >> 11) * 2.0**-53).to(self._device)
-        sampler = _Sampler(uniform, temperature, group=self._group)
-        settings = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=False,  # the sampler has chosen already
-            eos_token_id=list(self._stops) or None,
-            pad_token_id=self._pad_id,
-        )
-        sequences = self._model.generate(
-            ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            generation_config=settings,
-            logits_processor=[sampler],
-            synced_gpus=False,  # other ranks generate something else
-        )
-        log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
-        rooms = [request.room for request in requests]
-        return [self._cut(*row) for row in zip(sequences[:, ids.shape[1] :].tolist(), log_probs, rooms, strict=True)]
+        sampler = _Sampler(uniform, temperature, rooms=rooms, stops=self._stops, group=self._group)
+        cache = {}
+        while len(ids):
+            settings = GenerationConfig(
+                max_new_tokens=max(rooms) - sampler.steps,
+                do_sample=False,  # the sampler has chosen already
+                eos_token_id=list(self._stops) or None,
+                pad_token_id=self._pad_id,
+                return_dict_in_generate=True,
+            )
+            found = self._model.generate(
+                ids,
+                attention_mask=mask,
+                generation_config=settings,
+                logits_processor=[sampler],
+                stopping_criteria=[_Leaves(sampler, self.share)],
+                synced_gpus=False,  # other ranks generate something else
+                **cache,
+            )
+            going = sampler.drop_ended()
+            new = found.sequences.shape[1] - ids.shape[1]
+            ids, mask = found.sequences[going], pad(mask, (0, new), value=1)[going]
+            cache = self._part(found.past_key_values, going)
+        return [
+            self._cut(*row) for row in zip(sampler.tokens.tolist(), sampler.log_probs.tolist(), rooms, strict=True)
+        ]
 
-    def _cut(self, ids: list[int], log_probs: list[float], room: int | None) -> Response:
+    def _part(self, cache: Any, rows: Any) -> dict[str, Any]:
+        """What `generate` goes on from with these rows.
+
+        Nothing if the cache is not transformers' usual one: the rows are computed anew. That is slow, so it happens
+        once, and from then on this model's batches run to their longest response.
+        """
+        if type(cache) is DynamicCache and "past_key_values" in signature(self._model.forward).parameters:
+            cache.reorder_cache(rows)
+            return {"past_key_values": cache}
+        self.share = 1.0
+        return {}
+
+    def _cut(self, ids: list[int], log_probs: list[float], room: int) -> Response:
         ids = ids[:room]
         length = next((at + 1 for at, token in enumerate(ids) if token in self._stops), None)
         return Response(ids[:length], log_probs[: length or len(ids)], is_whole=length is not None)
@@ -142,25 +169,63 @@ class TransformersEngine(Engine):
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses each sequence's next token by the sequence's own random numbers, and masks all others.
+    """Chooses each row's next token by the row's own random numbers, and masks all others.
 
     Args:
-        uniform: float64 ``[B, max_new_tokens]`` in [0, 1): one number a token.
+        uniform: float64 ``[B, N]`` in [0, 1): one number a token.
+        rooms: most tokens of each row, N at most.
+        stops: tokens that end a row.
         group: ranks that take the tokens of its first rank.
     """
 
-    def __init__(self, uniform: Tensor, temperature: float, *, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        uniform: Tensor,
+        temperature: float,
+        *,
+        rooms: Sequence[int],
+        stops: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._uniform, self._temperature, self._group = uniform, temperature, group
-        self.log_probs: list[Tensor] = []
-        """Log-probabilities of the chosen tokens: float32 ``[B]`` for each step."""
+        self._rooms = torch.tensor(rooms, device=uniform.device)
+        self._stops = torch.tensor(stops, dtype=torch.long, device=uniform.device)
+        self._rows = torch.arange(len(uniform), device=uniform.device)
+        self.steps = 0
+        self.goes_on = torch.ones_like(self._rows, dtype=torch.bool)
+        """Which of the rows that are left have not ended."""
+        self.tokens = torch.zeros_like(uniform, dtype=torch.long)
+        """The chosen tokens ``[B, N]``; those after a row's end mean nothing."""
+        self.log_probs = torch.zeros_like(uniform, dtype=torch.float32)
+        """Their log-probabilities ``[B, N]``."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_probs = torch.log_softmax(scores.float() / self._temperature, dim=-1)
         # In float64, since a sum over the vocabulary in float32 would miss rare tokens.
         reached = log_probs.double().exp().cumsum(dim=-1)
-        wanted = self._uniform[:, len(self.log_probs), None] * reached[:, -1:]
+        wanted = self._uniform[self._rows, self.steps, None] * reached[:, -1:]
         tokens = torch.searchsorted(reached, wanted, right=True).clamp(max=scores.shape[1] - 1)
         if self._group is not None:  # rounding differs among ranks, and texts would then differ, too
             dist.broadcast(tokens, group_src=0, group=self._group)
-        self.log_probs.append(log_probs.gather(1, tokens).squeeze(1))
+        self.tokens[self._rows, self.steps] = tokens.squeeze(1)
+        self.log_probs[self._rows, self.steps] = log_probs.gather(1, tokens).squeeze(1)
+        self.steps += 1
+        self.goes_on &= ~torch.isin(tokens.squeeze(1), self._stops) & (self.steps < self._rooms[self._rows])
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def drop_ended(self) -> Tensor:
+        """Leave out the rows that have ended; the places of the others among the rows so far."""
+        going = self.goes_on.nonzero().squeeze(1)
+        self._rows, self.goes_on = self._rows[going], self.goes_on[going]
+        return going
+
+
+class _Leaves(StoppingCriteria):
+    """Ends a call of `generate` once this share of its rows have ended."""
+
+    def __init__(self, sampler: _Sampler, share: float) -> None:
+        self._sampler, self._share = sampler, share
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        goes_on = self._sampler.goes_on
+        return (goes_on.sum() <= (1 - self._share) * len(goes_on)).expand(len(goes_on))

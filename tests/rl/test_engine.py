@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
@@ -39,12 +41,18 @@ def requests(*lengths: int, seed: int = 0) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "gemma3", "qwen3_moe"])
+HYBRID = ("qwen3_moe", "lfm2", "qwen3_next", "nemotron_h", "falcon_h1", "gpt_oss", "gemma3n")
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "gemma3", "granitemoehybrid", *map(full, HYBRID)])
 def test_log_probs_of_padded_batches_are_those_of_single_rows(kind: str) -> None:
     model: Any = tiny_model(kind)
-    engine = engine_of(model, batch_size=3)
+    engine = engine_of(model, batch_size=4)
     asked = requests(3, 20, 1, 7, 12, 5)
+    calls, generate = [], model.generate
+    model.generate = lambda ids, **options: calls.append(len(ids)) or generate(ids, **options)
     found = engine.generate(asked, max_new_tokens=16, temperature=0.7)
+    assert calls[:2] in ([4, 3], [4, 2], [4, 1]), "rows that have ended leave their batch"
     assert {response.is_whole for response in found} == {True, False}
     for request, response in zip(asked, found, strict=True):
         assert (response.ids[-1] in STOPS) == response.is_whole
@@ -52,6 +60,28 @@ def test_log_probs_of_padded_batches_are_those_of_single_rows(kind: str) -> None
         assert response.is_whole or len(response.ids) == 16
         expected, _ = plain_log_probs(model, list(request.ids), response.ids)
         torch.testing.assert_close(torch.tensor(response.log_probs), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_rows_leave_where_their_room_ends() -> None:
+    asked = [replace(one, room=room) for one, room in zip(requests(3, 20, 1, 7), (2, 9, 1, None), strict=True)]
+    engine = engine_of(tiny_model("smollm2"))
+    engine._stops = ()
+    found = engine.generate(asked, max_new_tokens=16, temperature=1.0)
+    assert [len(one.ids) for one in found] == [2, 9, 1, 16]
+    whole = engine.generate(requests(3, 20, 1, 7), max_new_tokens=16, temperature=1.0)
+    assert [one.ids for one in found] == [one.ids[: len(mine.ids)] for one, mine in zip(whole, found, strict=True)]
+
+
+def test_no_row_leaves_a_cache_that_only_the_model_knows() -> None:
+    config = AutoConfig.for_model("falcon_mamba", vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4)
+    torch.manual_seed(0)
+    engine = engine_of(AutoModelForCausalLM.from_config(config))
+    alone = [engine.generate([one], max_new_tokens=8, temperature=1.0)[0].ids for one in requests(3, 20, 1, 7)]
+    del engine.share
+    for _ in range(2):
+        found = engine.generate(requests(3, 20, 1, 7), max_new_tokens=8, temperature=1.0)
+        assert [one.ids for one in found] == alone
+        assert engine.share == 1
 
 
 def test_a_seed_decides_whatever_the_batch() -> None:

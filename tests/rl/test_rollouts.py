@@ -20,6 +20,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.data.contents import Content
@@ -436,23 +437,33 @@ class _Rewards:
 
 
 def _rollouts(
-    toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same"), per_round: int = 4
+    toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same"), per_round: int = 4, kind: str = "llama"
 ) -> Rollouts:
     """
     Args:
+        kind: the model's type.
         rewards: of each function its name, and anything that stands for its code.
     """
     _, config = load(str(toml), list(overrides))
     asked = [Prompt({"prompt": "Hi"}, "Hi", [1])] * 4
     prompts = SimpleNamespace(per_round=per_round, total_steps=8, prompts=asked, of_round=lambda number: [0, 1, 2, 3])
     none: Any = None
+    model: Any = SimpleNamespace(config=AutoConfig.for_model(kind))
     mesh: Any = SimpleNamespace(device=none)
     metrics = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
     given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh}
     given["tokenizer"] = SimpleNamespace(decode=lambda *_, **__: "")
     given["conversations"] = Conversations(config, none)
     given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
-    return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
+    return Rollouts(config, model, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("kind", "is_mixture"), [("llama", False), ("qwen3_moe", True)])
+def test_a_mixtures_run_says_that_routing_is_not_replayed(toml: Path, kind: str, is_mixture: bool) -> None:
+    rollouts: Any = _rollouts(toml, kind=kind)
+    rollouts._rewards.weights = np.ones(2)
+    said = rollouts.describe()
+    assert sum("does not replay the engine's choices; log_prob_gap" in line for line in said) == is_mixture
 
 
 def test_only_the_first_update_after_sampling_shows_the_engines_gap(toml: Path) -> None:
