@@ -48,7 +48,7 @@ def bench_ahead(
     Args:
         toml: of recipe grpo.
         overrides: section.key=value, as for a run.
-        ahead: batches of rollouts that are made ahead.
+        ahead: batches of rollouts that are made ahead; one at least.
         rounds: runs of each kind; two at least.
         steps: of a run.
         reward_seconds: that the slow reward function sleeps; default: as long as a step takes without it.
@@ -56,9 +56,9 @@ def bench_ahead(
     Raises:
         UserError: there are too few steps or rounds to compare.
     """
-    if rounds < 2 or steps < 2 * ahead + 2:
-        what = f"{rounds} rounds of {steps} steps, and 2 rounds of {2 * ahead + 2} steps are the least"
-        raise UserError("--rounds, --steps", what, "give more")
+    if ahead < 1 or rounds < 2 or steps < 2 * ahead + 2:
+        what = f"{rounds} rounds of {steps} steps with {ahead} batches ahead"
+        raise UserError("bench ahead", what, f"--ahead is 1 at least, --rounds 2, --steps {2 * max(ahead, 1) + 2}")
     records: dict[str, list[list[dict[str, Any]]]] = {f"ahead = {ahead}": [], "ahead = 0": []}
     with _folder(world) as folder:
         if reward_seconds is None:
@@ -68,7 +68,9 @@ def bench_ahead(
         def run_once(name: str) -> None:
             number = len(records[name])
             options = [*overrides, f"train.steps={steps}", f"run.seed={number}", f"rollout.{name.replace(' ', '')}"]
-            records[name].append(_records(toml, options, folder / f"{name[-1]}-{number}", sleeps=reward_seconds))
+            records[name].append(
+                _records(toml, options, folder / f"{name.split()[-1]}-{number}", sleeps=reward_seconds)
+            )
 
         take_turns(records, run_once, rounds)
     rows = [_row(name, of_runs, skipped=ahead) for name, of_runs in records.items()]

@@ -55,6 +55,8 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
         options: Any = {"run": run, "is_main": rank() == 0, "stops": stops, "weight_sync": config.weight_sync}
         with agreement():
             servers = [server(section, url, timeout=seconds, **options) for url in section.urls]
+            first = rank() % len(servers)  # where a rank begins: a few requests of each do not meet at one server
+            servers = servers[first:] + servers[:first]
             return ServerEngine(servers, dtype=dtype, stops=stops, at_once=section.batch_size)
     copy: Any = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
     with agreement():

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 _POLL = 0.02
 """Seconds between looks at the store."""
+_ENVIRONMENT = threading.Lock()
+"""Held while a variable has another value: groups of several servers are made at the same time."""
 _REASON = 2.0
 """Seconds that a server has to say why a broadcast broke off."""
 
@@ -362,16 +364,18 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, address: st
 def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    name, before = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    # The constructor reads it: a wait raises after the limit. Without it NCCL's watchdog would end the process.
-    os.environ[name] = "1"
-    try:
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        # The constructor reads it: a wait raises after the limit. Without it NCCL's watchdog would end the process.
+        os.environ[name] = "1"
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _plain(error: BaseException) -> str:

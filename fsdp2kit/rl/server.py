@@ -22,6 +22,8 @@ _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
 _QUICKLY = 5.0
 """Seconds that a server which was lost has to answer."""
+# Shares of `run.timeout_minutes`, the limit of a collective, in which the other ranks wait meanwhile.
+_USUAL, _LONG = 0.3, 0.6
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 """The servers' names for each kind of memory."""
@@ -35,7 +37,8 @@ class Server(VersionedWeights):
         run: a name of this run, the same on every rank.
         is_main: whether this rank sends the weights.
         stops: tokens that end a response.
-        timeout: seconds that a request may take.
+        timeout: `run.timeout_minutes` in seconds. A response or a bucket may take 0.6 of it, another
+            request 0.3.
         weight_sync: how weights are sent.
 
     Raises:
@@ -63,7 +66,7 @@ class Server(VersionedWeights):
         self._url, self._sleeps = url.rstrip("/"), section.sleep
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         try:
-            self._client = self._connect(timeout, retries=_RETRIES)
+            self._client = self._connect(_USUAL * timeout, retries=_RETRIES)
             self._host, self._verifies = self._client.base_url.host, weight_sync.verify
             self._by_network = is_main and self._crosses_network(weight_sync.transport)
             with self._understood():
@@ -131,15 +134,16 @@ class Server(VersionedWeights):
 
     def answers(self) -> bool:
         """Whether it is there again; asked quickly."""
+        usual = self._client
         try:
-            with self._connect(_QUICKLY, retries=0) as client:
-                is_up = client.get("/health").is_success
-            if is_up:
-                with self._understood():
-                    self._name = self._served_model()
-        except (httpx.HTTPError, RunFailure):
+            with self._connect(_QUICKLY, retries=0) as self._client, self._understood():
+                self._ask("GET", "/health")
+                self._name = self._served_model()
+        except (RunFailure, UserError):  # a UserError: it came back as one that could not be used at the start
             return False
-        return is_up
+        finally:
+            self._client = usual
+        return True
 
     def respond(self, ids: list[int], *, max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
         """A response to a prompt, by the weights of the last update.
@@ -200,24 +204,27 @@ class Server(VersionedWeights):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunFailure(f"{self}: gave an answer of another form ({error!r})") from error
 
-    def _post(self, route: str, *, optional: bool = False, **body: Any) -> Any:
-        return self._ask("POST", f"/{route}", optional=optional, json=body)
+    def _post(self, route: str, *, optional: bool = False, is_long: bool = False, **body: Any) -> Any:
+        return self._ask("POST", f"/{route}", optional=optional, is_long=is_long, json=body)
 
-    def _ask(self, method: str, path: str, *, optional: bool = False, **options: Any) -> Any:
+    def _ask(self, method: str, path: str, *, optional: bool = False, is_long: bool = False, **options: Any) -> Any:
         """The answer's JSON; None if it is something else.
 
         Args:
             optional: also None from a server that does not know the route.
+            is_long: it samples a response or loads a bucket of weights.
 
         Raises:
             RunFailure: there is no answer in time, or it is an error.
         """
+        patience = _LONG * self._timeout if is_long else self._client.timeout.read
+        limits = httpx.Timeout(patience, connect=self._client.timeout.connect)
         try:
-            answer = self._client.request(method, path, **options)
+            answer = self._client.request(method, path, timeout=limits, **options)
         except httpx.ConnectError as error:
             raise RunFailure(f"{self}: does not answer ({error})") from None
         except httpx.TimeoutException:
-            raise RunFailure(f"{self}: {path} took more than {self._timeout:g} seconds") from None
+            raise RunFailure(f"{self}: {path} took more than {patience:g} seconds") from None
         except httpx.HTTPError as error:
             raise RunFailure(f"{self}: broke off in {path} ({error})") from None
         if answer.status_code == 404 and optional:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from fsdp2kit.rl.server import Server
 class ServerEngine(Engine):
     """Generates on servers. Every rank asks for its own responses; rank 0 sends the weights.
 
-    A server that fails is left out, and others are asked what it was asked. It takes part again once it has taken the
+    A server that fails is left out, and the others get its requests. It takes part again once it has taken the
     weights of a later update. When none is left, what the last one raised ends the run.
 
     Args:
@@ -34,8 +35,12 @@ class ServerEngine(Engine):
 
     def __init__(self, servers: Sequence[Server], *, dtype: torch.dtype, stops: Sequence[int], at_once: int) -> None:
         self.dtype, self._stops, self._at_once = dtype, tuple(stops), at_once
-        self._present, self._lost = list(servers), list[Server]()
-        self._under_way = dict.fromkeys(servers, 0)
+        self._present, self._back = list(servers), list[Server]()
+        self._lost: dict[Server, int] = {}
+        """Those left out, each with the number of updates that pass before it is tried again."""
+        self._waits = dict.fromkeys(servers, 0)
+        """That number for its next failure: 0, and about twice as many after each failure as it comes back."""
+        self._under_way, self._homes = dict.fromkeys(servers, 0), dict[tuple[int, ...], Server]()
         self._lock = threading.Lock()
 
     def describe(self) -> str:
@@ -53,12 +58,13 @@ class ServerEngine(Engine):
     ) -> None:
         """See `Engine.converse`; here no conversation waits for another's turn, and ``at_once`` counts for a server.
 
-        A conversation stays with the server that has it in its cache.
+        A conversation stays with the server that has it in its cache, as do responses to the same prompt.
         """
         # A server's defaults may be those of the model's generation_config.json.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"stop_token_ids": list(self._stops), "skip_special_tokens": False}
         failed = threading.Event()
+        self._homes.clear()
 
         def hold(at: int, request: Request | None) -> None:
             server: Server | None = None
@@ -77,12 +83,12 @@ class ServerEngine(Engine):
                 held.result()
 
     def _respond(self, request: Request, server: Server | None, **options: Any) -> tuple[Server, Response]:
-        """A response, and which server gave it: ``server`` if it still takes part, else the one with least to do."""
+        """A response, and which server gave it: ``server`` if it still takes part, else one that `_choose` gives."""
         seed = int(np.random.PCG64(request.seed).random_raw() >> 33)
         while True:
             with self._lock:
                 if server not in self._present:
-                    server = min(self._present, key=self._under_way.__getitem__)
+                    server = self._choose(tuple(request.ids))
                 self._under_way[server] += 1
             try:
                 return server, server.respond(list(request.ids), seed=seed, **options)
@@ -92,14 +98,23 @@ class ServerEngine(Engine):
                 with self._lock:
                     self._under_way[server] -= 1
 
+    def _choose(self, prompt: tuple[int, ...]) -> Server:
+        """The server that was asked the same prompt; if it has ``at_once`` under way, the one with the fewest."""
+        home = self._homes.get(prompt)
+        if home not in self._present or self._under_way[home] >= self._at_once:
+            home = self._homes[prompt] = min(self._present, key=self._under_way.__getitem__)
+        return home
+
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
-        self._back = [server for server in self._lost if server.answers()]
+        self._lost = {server: left - 1 for server, left in self._lost.items()}
+        self._back = [server for server, left in self._lost.items() if left < 0 and server.answers()]
         self._present += self._back
-        self._lost = [server for server in self._lost if server not in self._back]
+        for server in self._back:
+            del self._lost[server]
 
         def begin(server: Server) -> None:
-            if server in self._back:  # `wake` did not reach it
+            if server in self._back:  # with `rollout.sleep` it was not woken with the others
                 server.wake("weights")
             server.begin_update(version)
 
@@ -111,12 +126,17 @@ class ServerEngine(Engine):
     def finish_update(self, version: int) -> None:
         self._on_each(lambda server: server.finish_update(version))
         super().finish_update(version)
+        self._waits.update(dict.fromkeys(self._present, 0))
         say(*(f"rollouts: {server} takes part again" for server in self._back if server in self._present))
 
     def sleep(self) -> None:
         """See `Engine.sleep`; the weights are lost, and the next update sends all of them."""
         self.version = None
         self._on_each(Server.sleep)
+        for server in self._lost:  # it may have memory of a device that the trainer needs
+            with suppress(RunFailure):
+                if server.answers():
+                    server.sleep()
 
     def wake(self, what: EngineMemory) -> None:
         self._on_each(lambda server: server.wake(what))
@@ -131,10 +151,11 @@ class ServerEngine(Engine):
                 return error
             return None
 
-        servers = [*self._present]
-        answers = [in_background(partial(attempt, server)) for server in servers]
-        for server, answer in zip(servers, answers, strict=True):
-            if (error := answer.result()) is not None:
+        first, *others = [*self._present]
+        answers = [in_background(partial(attempt, server)) for server in others]
+        errors = [attempt(first), *(answer.result() for answer in answers)]
+        for server, error in zip([first, *others], errors, strict=True):
+            if error is not None:
                 self._leave_out(server, error)
 
     def _leave_out(self, server: Server, error: RunFailure) -> None:
@@ -146,6 +167,7 @@ class ServerEngine(Engine):
                 self.version = None
                 raise error
             self._present.remove(server)
-            self._lost.append(server)
+            self._lost[server] = self._waits[server]
+            self._waits[server] = 2 * self._waits[server] + 1
             others = counted(len(self._present), "other")
         say(f"warning: rollouts: {error}; left out until it takes weights again; its requests go to {others}")

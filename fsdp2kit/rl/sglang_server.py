@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +18,7 @@ from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
 from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 _ASLEEP = " without "
+_STRATEGY = threading.Lock()  # the process has one strategy, and several servers are sent to at the same time
 _METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
@@ -46,7 +48,8 @@ class SGLangServer(Server):
 
     def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
         sampling = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
-        found = self._post("generate", input_ids=ids, sampling_params=sampling, return_logprob=True)["meta_info"]
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        found = self._post("generate", is_long=True, **body)["meta_info"]
         reason = found["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise RunFailure(f"{self}: a response ended with {found['finish_reason']}")
@@ -71,7 +74,7 @@ class SGLangServer(Server):
         # One for each of the server's processes: memory opened twice would be freed too early.
         payloads = [serialize(flat, bucket) for _ in range(self._tp)]
         body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
-        self._post("update_weights_from_tensor", **body)
+        self._post("update_weights_from_tensor", is_long=True, **body)
 
     def _close_update(self, label: str) -> None:
         self._post("end_weight_update", optional=True)
@@ -124,12 +127,14 @@ def serialize(flat: Tensor, bucket: Bucket) -> str:
         )
         for entry in bucket.entries
     ]
-    buffer, strategy = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")  # memory with a name, which needs no common parent
-    try:
-        ForkingPickler(buffer, 3).dump({"flattened_tensor": flat, "metadata": metadata})
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    buffer = io.BytesIO()
+    with _STRATEGY:
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")  # memory with a name, which needs no common parent
+        try:
+            ForkingPickler(buffer, 3).dump({"flattened_tensor": flat, "metadata": metadata})
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
     # Protocol 3 has a line for a class's module and one for its name: put SGLang's module in place of this one.
     ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, _METADATA_MODULE))
     return base64.b64encode(buffer.getvalue().replace(ours, theirs)).decode("ascii")

@@ -41,7 +41,7 @@ class VLLMServer(Server):
             "logprobs": 0,
             **sampling,
         }
-        [choice] = self._post("v1/completions", **body)["choices"]
+        [choice] = self._post("v1/completions", is_long=True, **body)["choices"]
         found, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
@@ -65,7 +65,9 @@ class VLLMServer(Server):
                 entries = [[one.name, one.shape, str(one.dtype)[6:], one.offset] for one in bucket.entries]
                 sender.send(bucket.data, entries)
         else:
-            send = SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path}))
+            send = SharedMemorySender(
+                lambda path: self._post("update_weights", is_long=True, update_info={"path": path})
+            )
             send.load_weights(bucket)
         if self._verifies and self._coming is not None:
             chosen = [pair for pair in bucket.tensors() if is_chosen(pair[0], self._coming)]
@@ -80,7 +82,7 @@ class VLLMServer(Server):
                 self._host,
                 0.3 * self._timeout,
                 invite=lambda place: self._post("init_weight_transfer_engine", init_info={"place": place}),
-                announce=lambda info: self._post("update_weights", update_info=info),
+                announce=lambda info: self._post("update_weights", is_long=True, update_info=info),
             )
         try:
             yield self._sender

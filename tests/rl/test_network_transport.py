@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.rl import network_transport
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
 from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
 from fsdp2kit.rl.server_engine import ServerEngine
@@ -104,7 +105,8 @@ def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> Non
     assert ask(engine)
 
 
-def test_a_server_that_does_not_receive_in_time(server: VLLMStandIn) -> None:
+def test_a_server_that_does_not_receive_in_time(server: VLLMStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_transport, "_REASON", 0.2)  # the answer is waited for twice as long as the broadcast
     engine = engine_by_network(server, timeout=3.0)
     engine.begin_update(1)
     engine.load_weights(bucket(**WEIGHTS))

@@ -167,3 +167,50 @@ def test_lists_that_are_refused(value: str, said: str, tmp_path: Path, pool: Wor
     overrides = ["rollout.engine=vllm", f"rollout.url={value}", f"run.dir='{tmp_path}/run'"]
     [found] = pool.run(1, run_recipe, str(write_toml(tmp_path)), overrides)
     assert re.search(said, found), found
+
+
+def test_one_that_fails_as_it_comes_back_is_left_alone_longer_each_time(servers: list[VLLMStandIn]) -> None:
+    engine = engine_of(*servers)
+    servers[0].faults["start_weight_update"] = breaks
+    tried = []
+    for version in range(1, 9):
+        servers[0].calls.clear()
+        update(engine, version)
+        tried.append("start_weight_update" in servers[0].calls)
+        assert ask(engine)
+    assert tried == [True, True, False, True, False, False, False, True]
+    servers[0].faults.clear()
+    for version in range(9, 17):
+        update(engine, version)
+    check_weights(servers[0])
+
+
+def test_one_that_hangs_costs_an_update_little(servers: list[VLLMStandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_QUICKLY", 0.2)
+    engine = engine_of(*servers, timeout=1.0)
+    update(engine, 1)
+    servers[0].faults |= dict.fromkeys(("v1/models", "v1/completions"), lambda: time.sleep(2) or 200)
+    check_responses(engine)
+    begun = time.monotonic()
+    update(engine, 2)
+    assert time.monotonic() - begun < 2
+    check_responses(engine)
+
+
+def test_responses_to_one_prompt_come_from_one_server(servers: list[VLLMStandIn]) -> None:
+    engine, by_prompt = engine_of(*servers), dict[int, set[str]]()
+    update(engine, 1)
+    for server in servers:
+        respond = server.respond
+
+        def notes(route: str, body: Any, server: Any = server, respond: Any = respond) -> Any:
+            if route == "v1/completions":
+                by_prompt.setdefault(body["prompt"][0], set()).add(server.url)
+            return respond(route, body)
+
+        server.respond = notes
+    requests = [Request([20 + at // 4, 5], (at,)) for at in range(24)]
+    engine.generate(requests, max_new_tokens=4, temperature=1.0)
+    assert len(by_prompt) == 6
+    assert {len(found) for found in by_prompt.values()} == {1}
+    assert len(set().union(*by_prompt.values())) == 3
