@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-from tests.workers import WorkerPool
+from tests.workers import ROOT, WorkerPool
 
 TESTS = Path(__file__).parent
 # The files that take longest with `--full`. They come first, so no worker of `pytest -n` is left alone with one at the
@@ -67,6 +68,13 @@ LONGEST = (
     "data/test_cache.py",
     "model/test_new_tokens.py",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks_stand_at_the_root() -> None:
+    """Start what processes are forked from before a test goes to a folder that is removed after it."""
+    os.chdir(ROOT)
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ _RECIPES = ["recipes.sft", "recipes.dpo", "recipes.distill", "recipes.grpo"]
 _BENCH = ["tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"]
 FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.parallel.jobs", "tests.frozen"])
 
-_ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
 # The threads of process groups wake up a hundred times a second: hundreds of them would take a core. Workers with more
@@ -37,7 +37,6 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.chdir(_ROOT)  # the test that started this worker may stand in a folder that goes away with it
     _stay_on_one_core()
     for number in itertools.count():
         store = dist.FileStore(f"{store_path}-{number}", size)
@@ -46,6 +45,7 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
             function, args, kwargs = connection.recv()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
             torch.manual_seed(0)
+            os.chdir(ROOT)  # the last function may have gone to a folder that is no longer there
             try:
                 connection.send((True, function(*args, **kwargs)))
             except BaseException:
