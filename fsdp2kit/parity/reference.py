@@ -265,15 +265,18 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @contextmanager
 def hidden_states(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """While it is open, forward passes store each layer's output in its dictionary, ``[B, s, H]`` by layer name.
+    """While it is open, forward passes of one row store each layer's output here, ``[1, s, H]`` by layer name.
 
-    Gemma 3n's layers hand on several of these, ``[N, B, s, H]``: they are stored as ``[B, s, N·H]``.
+    Some layers hand on several of these, Gemma 3n's ``[N, 1, s, H]`` and DeepSeek-V4's ``[1, s, N, H]``: they are kept
+    as ``[1, s, N·H]``.
     """
     found: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         state = (output if isinstance(output, Tensor) else output[0]).detach()
-        found[name] = state if state.ndim == 3 else state.movedim(0, -2).flatten(-2)
+        if state.ndim == 4 and state.shape[0] > 1:
+            state = state.movedim(0, -2)
+        found[name] = state if state.ndim == 3 else state.flatten(-2)
 
     handles = [layer.register_forward_hook(partial(keep, name)) for name, layer in layers.items()]
     try:
