@@ -65,8 +65,9 @@ class Server(VersionedWeights):
     ) -> None:
         self._url, self._sleeps = url.rstrip("/"), section.sleep
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
+        self._patience = _USUAL * timeout
         try:
-            self._client = self._connect(_USUAL * timeout, retries=_RETRIES)
+            self._client = self._connect(self._patience, retries=_RETRIES)
             self._host, self._verifies = self._client.base_url.host, weight_sync.verify
             self._by_network = is_main and self._crosses_network(weight_sync.transport)
             with self._understood():

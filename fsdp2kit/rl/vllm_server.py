@@ -80,7 +80,7 @@ class VLLMServer(Server):
             # Each wait, and two of them one after the other, are shorter than the other ranks' in their collective.
             self._sender = NetworkSender(
                 self._host,
-                0.3 * self._timeout,
+                self._patience,
                 invite=lambda place: self._post("init_weight_transfer_engine", init_info={"place": place}),
                 announce=lambda info: self._post("update_weights", is_long=True, update_info=info),
             )
