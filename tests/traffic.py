@@ -16,7 +16,10 @@ from fsdp2kit.torch_compat import TorchDispatchMode, group_named
 
 @dataclass
 class Traffic:
-    """Calls by kind, and the bytes that this rank sent to others; a ring algorithm is assumed for all-reduce."""
+    """Calls by kind, and the bytes that this rank sent to others.
+
+    A ring algorithm is assumed for all-reduce; in a broadcast the source sends to each of the others.
+    """
 
     calls: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
@@ -53,6 +56,7 @@ def count_traffic(*, functional: bool = True) -> Iterator[Traffic]:
         "alltoall_base": ("all_to_all", _exchanged),
         "all_to_all_single": ("all_to_all", _exchanged),
         "allreduce": ("all_reduce", _reduced),
+        "broadcast": ("broadcast", _broadcast),
         "allgather": ("all_gather", lambda group, _, mine, *__: (group.size() - 1) * mine[0].nbytes),
     }
     # As the class holds them, for what getattr returns would no longer bind to a group when set again.
@@ -112,6 +116,11 @@ def _scattered(group: Any, mine: Tensor, whole: Tensor, *_: Any) -> int:
 def _exchanged(group: Any, result: Tensor, whole: Tensor, receive: list[int], send: list[int], *_: Any) -> int:
     kept = send[group.rank()] if send else whole.shape[0] // group.size()
     return (whole.shape[0] - kept) * (whole.nbytes // whole.shape[0])
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: list[Tensor], options: dist.BroadcastOptions) -> int:
+    others = group.size() - 1 if options.rootRank == group.rank() else 0
+    return others * sum(tensor.nbytes for tensor in tensors)
 
 
 def _reduced(group: Any, tensors: list[Tensor], *_: Any) -> int:

@@ -76,13 +76,13 @@ class _Engine(VersionedWeights):
         self._sums: dict[str, Any] = {}
         if self._is_main:
             self._ask("begin", "fsdp2kit")
-            invite, announce = (lambda place: self._ask("meet", place)), (lambda told: self._ask("bucket", told))
+            invite, announce = (lambda place, _: self._ask("meet", place)), (lambda told: self._ask("bucket", told))
             self._sender = NetworkSender("127.0.0.1", _SECONDS, invite=invite, announce=announce)
 
     def load_weights(self, bucket: Bucket) -> None:
         if self._is_main:
             entries = [[one.name, one.shape, str(one.dtype)[6:], one.offset] for one in bucket.entries]
-            self._sender.send(bucket.data, entries)
+            self._sender.send([bucket.data], {"entries": entries, "nbytes": len(bucket.data)})
             self._sums |= {name: checksum(one) for name, one in bucket.tensors() if is_chosen(name, 1)}
 
     def finish_update(self, version: int) -> None:

@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
     """"transformers": a whole copy of the model on every rank (see `tp`), in padded batches with a cache. "vllm",
-    "sglang": a server, started with the same model and tokenizer (SGLang on rank 0's host); see docs/grpo.md."""
+    "sglang": a server, started with the same model and tokenizer; see docs/grpo.md."""
     url: str | Annotated[list[str], Field(min_length=1)] = "http://127.0.0.1:8000"
     """Where the server listens, or a list of servers, which share the prompts. One that fails is left out, and the
     others are asked, until it has taken weights again."""
@@ -227,7 +227,7 @@ class WeightSyncConfig(Section):
     """Weights are gathered and sent in pieces of this size."""
     transport: Literal["auto", "memory", "network"] = "auto"
     """A server only. "memory": through the memory of rank 0's host. "network": by broadcast to a server on any host
-    (vLLM only; gloo on a CPU, NCCL on CUDA). "auto": "memory" for a server on rank 0's host."""
+    (gloo on a CPU, NCCL on CUDA). "auto": "memory" for a server on rank 0's host."""
     verify: bool = True
     """vLLM only: compare checksums of some tensors that the server holds after each update with what was sent."""
 
@@ -238,9 +238,6 @@ class WeightSyncConfig(Section):
                 f"{self.transport!r} with rollout.engine = {engine!r}, which has the weights on the trainer's devices"
             )
             raise UserError("weight_sync.transport", what, "leave it out")
-        if self.transport == "network" and engine == "sglang":
-            what = "'network' with rollout.engine = 'sglang': it gets weights through this host's memory alone"
-            raise UserError("weight_sync.transport", what, "start SGLang on rank 0's host, or use vLLM")
         if not self.verify and engine != "vllm":
             what = f"false with rollout.engine = {engine!r}, where nothing is compared"
             raise UserError("weight_sync.verify", what, "leave it out")

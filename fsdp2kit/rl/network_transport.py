@@ -1,8 +1,8 @@
 """A process group of a trainer's rank 0 and a server's workers, apart from every other group that these have.
 
-The trainer opens a `Meeting` and tells the server its `place`, over HTTP. Each worker joins there, and says how many
-they are. The group is gloo's, or NCCL's where all of them have a CUDA device. It is made anew for each update of
-weights, so one that broke is never used again.
+The trainer opens a `Meeting` and tells the server its `place`, over HTTP. Each worker joins there: vLLM's, which have
+this module, say how many they are; SGLang's join by torch's own means. The group is gloo's, or NCCL's where all of
+them have a CUDA device. It is made anew for each update of weights, so one that broke is never used again.
 
 This module runs in the server's environment too, and imports nothing else of this package.
 """
@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -104,6 +104,7 @@ class Link:
     ) -> None:
         """
         Args:
+            store: all sides use it under the same prefix.
             backend: ``"gloo"`` or ``"nccl"``.
             address: this machine's, on which gloo listens; NCCL chooses its own way.
             device: of the data.
@@ -113,31 +114,33 @@ class Link:
             LinkError: a side did not come in time.
         """
         self._store, self._device, self._backend = store, device, backend
-        inner, limit = dist.PrefixStore("weights", store), timedelta(seconds=seconds)
+        limit = timedelta(seconds=seconds)
         try:
             self._group = (
-                _nccl(inner, rank, size, limit) if backend == "nccl" else _gloo(inner, rank, size, limit, address)
+                _nccl(store, rank, size, limit) if backend == "nccl" else _gloo(store, rank, size, limit, address)
             )
         except (RuntimeError, ValueError) as error:
             raise LinkError(_plain(error)) from None
 
-    def broadcast(self, data: Tensor) -> None:
-        """Send ``data`` from rank 0, or receive it elsewhere; returns when its memory may be used again.
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Send tensors from rank 0, or receive them elsewhere; returns when their memory may be used again.
 
         Args:
-            data: ``[bytes]`` uint8 on the link's device, of the same size on all ranks.
+            tensors: contiguous, on the link's device, each of the same size in bytes on all ranks.
 
         Raises:
             LinkError: another side is gone, or did not answer in time.
         """
-        carried = data.cpu() if self._backend == "gloo" else data
+        carried = [one.cpu() if self._backend == "gloo" else one for one in tensors]
         group = self._group  # until its work has ended: the end of a group waits for that
         try:
-            group.broadcast(carried, 0).wait()
+            for work in [group.broadcast(one, 0) for one in carried]:
+                work.wait()
         except RuntimeError as error:
             raise LinkError(_plain(error)) from None
-        if carried is not data:
-            data.copy_(carried)
+        for one, sent in zip(tensors, carried, strict=True):
+            if sent is not one:
+                one.copy_(sent)
 
     def close(self) -> None:
         """Leave the group."""
@@ -196,8 +199,30 @@ class Meeting:
         kinds = {self._store.get(name).split()[1].decode() for name in workers}
         backend = "nccl" if kinds == {"cuda"} and device.type == "cuda" else "gloo"
         self._store.set("backend", backend)
+        return self._link(dist.PrefixStore("weights", self._store), count, backend, device)
+
+    def join_by_name(
+        self, device: torch.device, still: Callable[[], object], *, name: str, workers: int, backend: str
+    ) -> Link:
+        """Make the group with workers that make theirs as SGLang does: by `torch.distributed`, under a name.
+
+        Args:
+            still: called again and again; what it raises ends the wait.
+
+        Raises:
+            LinkError: not all came in time.
+        """
+        # SGLang puts the group's name before all keys; torch puts it there again, then the backend's first device.
+        kind = "cuda" if backend == "nccl" else "cpu"
+        store = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store)))
+        link = in_background(lambda: self._link(store, workers, backend, device))
+        while not wait([link], timeout=_POLL).done:
+            still()
+        return link.result()
+
+    def _link(self, store: dist.Store, workers: int, backend: str, device: torch.device) -> Link:
         options: dict[str, Any] = {"address": self.place["address"], "seconds": self.place["seconds"]}
-        return Link(self._store, 0, 1 + count, backend=backend, device=device, **options)
+        return Link(store, 0, 1 + workers, backend=backend, device=device, **options)
 
     def _wait_for(self, workers: list[str], deadline: float, still: Callable[[], object]) -> None:
         while not self._store.check(workers):
@@ -216,8 +241,9 @@ class NetworkSender:
     Args:
         host: the server's.
         seconds: limit of each wait for a worker; the server has twice as long to load a bucket.
-        invite: asks the server to join at a place, and returns when all workers have.
+        invite: asks the server to join at a place, for data on a device; it returns when all workers have.
         announce: tells the server what comes next, and returns when it is loaded.
+        join: makes the group at a `Meeting`; `Meeting.join` or `Meeting.join_by_name`.
     """
 
     def __init__(
@@ -225,29 +251,29 @@ class NetworkSender:
         host: str,
         seconds: float,
         *,
-        invite: Callable[[Place], object],
+        invite: Callable[[Place, torch.device], object],
         announce: Callable[[dict[str, Any]], object],
+        join: Callable[[Meeting, torch.device, Callable[[], object]], Link] = Meeting.join,
     ) -> None:
-        self._host, self._seconds, self._invite, self._announce = host, seconds, invite, announce
+        self._host, self._seconds, self._invite, self._announce, self._join = host, seconds, invite, announce, join
         self._link: Link | None = None
         self._answer: Future[object] | None = None
 
-    def send(self, data: Tensor, entries: list[list[Any]]) -> None:
+    def send(self, tensors: Sequence[Tensor], told: dict[str, Any]) -> None:
         """Send a bucket; the first one makes the group.
 
         Args:
-            data: ``[bytes]`` uint8.
-            entries: ``[name, shape, dtype's name, first byte]`` of each tensor.
+            tensors: contiguous ones of one device; each is a broadcast.
+            told: what the server needs to know of them, for ``announce``.
 
         Raises:
             LinkError: a worker is gone, or did not answer in time.
             Exception: what ``invite`` or ``announce`` raises.
         """
-        link = self._link = self._link or self._meet(data.device)
+        link = self._link = self._link or self._meet(tensors[0].device)
         self.settle()
-        told = {"entries": entries, "nbytes": len(data)}
         answer = self._answer = in_background(lambda: self._announce(told))
-        sent: Future[object] = in_background(lambda: link.broadcast(data))
+        sent: Future[object] = in_background(lambda: link.broadcast(*tensors))
         wait([sent, answer], return_when=FIRST_COMPLETED)
         if sent.done() and sent.exception() is not None:
             wait([answer], timeout=_REASON)
@@ -257,8 +283,8 @@ class NetworkSender:
 
     def _meet(self, device: torch.device) -> Link:
         meeting = Meeting(self._host, self._seconds)
-        answer = in_background(lambda: self._invite(meeting.place))
-        link = meeting.join(device, lambda: answer.result() if answer.done() else None)
+        answer = in_background(lambda: self._invite(meeting.place, device))
+        link = self._join(meeting, device, lambda: answer.result() if answer.done() else None)
         self._answer = answer
         return link
 
@@ -300,7 +326,8 @@ def join(place: Place, *, number: int, count: int, device: torch.device) -> Link
         address = own_address(place["address"], place["port"])
     except (OSError, RuntimeError) as error:
         raise LinkError(f"the trainer at {place['address']}:{place['port']}: {_plain(error)}") from None
-    return Link(store, number + 1, count + 1, backend=backend, address=address, device=device, seconds=seconds)
+    shared = dist.PrefixStore("weights", store)
+    return Link(shared, number + 1, count + 1, backend=backend, address=address, device=device, seconds=seconds)
 
 
 class NetworkReceiver:

@@ -16,7 +16,7 @@ import httpx
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
-from fsdp2kit.rl.network_transport import is_here
+from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
 
 _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
@@ -49,8 +49,8 @@ class Server(VersionedWeights):
     """The server's name in messages."""
     missing: str
     """What to do about a server that does not know a route."""
-    takes_network = False
-    """Whether it can be on another host than rank 0."""
+    _sender: NetworkSender | None = None
+    """While an update goes by network."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Server(VersionedWeights):
         try:
             self._client = self._connect(self._patience, retries=_RETRIES)
             self._host, self._verifies = self._client.base_url.host, weight_sync.verify
-            self._by_network = is_main and self._crosses_network(weight_sync.transport)
+            way = weight_sync.transport
+            self._by_network = is_main and (not is_here(self._host) if way == "auto" else way == "network")
             with self._understood():
                 self._name = self._served_model()
         except httpx.InvalidURL as problem:
@@ -84,14 +85,6 @@ class Server(VersionedWeights):
         patience = httpx.Timeout(timeout, connect=min(timeout, 10.0))
         # trust_env=False: the environment's proxy is for other hosts.
         return httpx.Client(base_url=self._url, timeout=patience, transport=transport, trust_env=False)
-
-    def _crosses_network(self, transport: str) -> bool:
-        """Whether weights go by network."""
-        crosses = not is_here(self._host) if transport == "auto" else transport == "network"
-        if crosses and not self.takes_network:
-            what = f"{self._url} is not on rank 0's host, whose memory {self.kind} gets weights through"
-            raise UserError("rollout.url", what, f"start {self.kind} on that host, or use vLLM")
-        return crosses
 
     def _served_model(self) -> str:
         """The name of its model."""
@@ -108,6 +101,11 @@ class Server(VersionedWeights):
             seed: of 31 bits.
             sampling: the temperature, and what turns every other rule of sampling off.
         """
+        raise NotImplementedError
+
+    def _new_sender(self) -> NetworkSender:
+        """The way to the server's workers by network, for one update. Its waits, and two of them one after the other,
+        are shorter than the other ranks' in their collective."""
         raise NotImplementedError
 
     def _open_update(self) -> None:
@@ -196,6 +194,24 @@ class Server(VersionedWeights):
 
     def _label(self, version: int | None) -> str:
         return f"{self._run}:{version}"
+
+    @contextmanager
+    def _linked(self) -> Iterator[NetworkSender]:
+        """The way to the server's workers, for as long as it holds."""
+        self._sender = self._sender or self._new_sender()
+        try:
+            yield self._sender
+        except LinkError as error:
+            self._leave()
+            raise RunFailure(f"{self}: the way of the weights to it broke ({error})") from None
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     @contextmanager
     def _understood(self) -> Iterator[None]:

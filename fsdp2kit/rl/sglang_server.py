@@ -1,4 +1,4 @@
-"""An SGLang server on this host (docs/grpo.md). It gets weights as SGLang's own buckets."""
+"""An SGLang server (docs/grpo.md). It gets weights as SGLang's own buckets on rank 0's host, else by broadcast."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.network_transport import NetworkSender, Place, in_background
 from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 _ASLEEP = " without "
@@ -27,10 +29,12 @@ class SGLangServer(Server):
 
     kind = "SGLang"
     missing = "it is too old, or no server of SGLang (docs/grpo.md)"
+    _group = ""
+    """The update group that it may still have."""
 
     def _served_model(self) -> str:
         info = self._info("server_info")
-        self._tp = int(info["tp_size"])
+        self._tp, self._on_cuda = int(info["tp_size"]), info.get("device", "cuda") == "cuda"
         for size in ("dp_size", "pp_size"):
             if info.get(size, 1) != 1:
                 server, todo = f"the {self}", f"start it with {size} 1; tp_size may be any"
@@ -56,7 +60,39 @@ class SGLangServer(Server):
         tokens = found["output_token_logprobs"]
         return Response([token for _, token, *_ in tokens], [one for one, *_ in tokens], is_whole=reason == "stop")
 
+    def _new_sender(self) -> NetworkSender:
+        name = self._group = f"fsdp2kit {uuid4().hex}"
+
+        def backend(device: torch.device) -> str:
+            return "nccl" if self._on_cuda and device.type == "cuda" else "gloo"
+
+        def invite(place: Place, device: torch.device) -> object:
+            where = {"master_address": place["address"], "master_port": place["port"]}
+            ranks = {"rank_offset": 1, "world_size": 1 + self._tp}
+            body = {**where, **ranks, "group_name": name, "backend": backend(device)}
+            return self._post("init_weights_update_group", **body)
+
+        return NetworkSender(
+            self._host,
+            self._patience,
+            invite=invite,
+            announce=lambda told: self._post("update_weights_from_distributed", is_long=True, **told),
+            join=lambda meeting, device, still: meeting.join_by_name(
+                device, still, name=name, workers=self._tp, backend=backend(device)
+            ),
+        )
+
+    def _end_group(self) -> None:
+        """Both sides leave the group, at once: NCCL's end waits for all ranks."""
+        name, self._group = self._group, ""
+        if name:
+            answer = in_background(lambda: self._post("destroy_weights_update_group", group_name=name))
+            self._leave()
+            with suppress(RunFailure):  # it was restarted, and has no group
+                answer.result()
+
     def _open_update(self) -> None:
+        self._end_group()  # of an update that failed
         self._post("pause_generation", optional=True, mode="abort")
         # Until the update is complete, the server has a version that no run accepts.
         self._post("update_weight_version", new_version=self._label(None), abort_all_requests=True)
@@ -70,6 +106,12 @@ class SGLangServer(Server):
     def load_weights(self, bucket: Bucket) -> None:
         if not self._is_main:
             return
+        if self._by_network:
+            names, tensors = zip(*bucket.tensors(), strict=True)
+            forms = {"dtypes": [str(one.dtype)[6:] for one in tensors], "shapes": [list(one.shape) for one in tensors]}
+            with self._linked() as sender:
+                sender.send(tensors, {"names": names, **forms, "group_name": self._group, "flush_cache": False})
+            return
         flat = bucket.data.to("cpu", copy=True)  # serialize moves it to shared memory; the bucket's must stay
         # One for each of the server's processes: memory opened twice would be freed too early.
         payloads = [serialize(flat, bucket) for _ in range(self._tp)]
@@ -77,6 +119,10 @@ class SGLangServer(Server):
         self._post("update_weights_from_tensor", is_long=True, **body)
 
     def _close_update(self, label: str) -> None:
+        if self._sender is not None:
+            with self._linked() as sender:
+                sender.settle()
+            self._end_group()
         self._post("end_weight_update", optional=True)
         self._post("flush_cache")  # refused while a request runs; none runs yet
         self._post("update_weight_version", new_version=label, abort_all_requests=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.checksums import Sum, checksum, is_chosen
 from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
-from fsdp2kit.rl.network_transport import LinkError, NetworkSender
+from fsdp2kit.rl.network_transport import NetworkSender
 from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 
@@ -18,9 +17,6 @@ class VLLMServer(Server):
 
     kind = "vLLM"
     missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
-    takes_network = True
-    _sender: NetworkSender | None = None
-    """While an update goes by network."""
     _sums: dict[str, Sum]
     """Checksums of what the update under way has sent."""
 
@@ -63,7 +59,7 @@ class VLLMServer(Server):
         if self._by_network:
             with self._linked() as sender:
                 entries = [[one.name, one.shape, str(one.dtype)[6:], one.offset] for one in bucket.entries]
-                sender.send(bucket.data, entries)
+                sender.send([bucket.data], {"entries": entries, "nbytes": len(bucket.data)})
         else:
             send = SharedMemorySender(
                 lambda path: self._post("update_weights", is_long=True, update_info={"path": path})
@@ -73,30 +69,13 @@ class VLLMServer(Server):
             chosen = [pair for pair in bucket.tensors() if is_chosen(pair[0], self._coming)]
             self._sums |= {name: checksum(tensor) for name, tensor in chosen}
 
-    @contextmanager
-    def _linked(self) -> Iterator[NetworkSender]:
-        """The way to the server's workers, for as long as it holds."""
-        if self._sender is None:
-            # Each wait, and two of them one after the other, are shorter than the other ranks' in their collective.
-            self._sender = NetworkSender(
-                self._host,
-                self._patience,
-                invite=lambda place: self._post("init_weight_transfer_engine", init_info={"place": place}),
-                announce=lambda info: self._post("update_weights", is_long=True, update_info=info),
-            )
-        try:
-            yield self._sender
-        except LinkError as error:
-            self._leave()
-            raise RunFailure(f"{self}: the way of the weights to it broke ({error})") from None
-        except BaseException:
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+    def _new_sender(self) -> NetworkSender:
+        return NetworkSender(
+            self._host,
+            self._patience,
+            invite=lambda place, _: self._post("init_weight_transfer_engine", init_info={"place": place}),
+            announce=lambda info: self._post("update_weights", is_long=True, update_info=info),
+        )
 
     def _close_update(self, label: str) -> None:
         if self._sender is not None:

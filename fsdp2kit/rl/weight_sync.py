@@ -293,9 +293,7 @@ class _Gather:
                 local = _merged_shard(weight, parts) if parts else local_part(weight.tensor)
                 end = place + local.numel() * weight.dtype.itemsize
                 mine[place:end].view(weight.dtype).copy_(local.reshape(-1))
-        self._work = None
-        if shards.ranks > 1 and size:
-            self._work = all_gather_single(self._gathered.view(-1), mine, group=shards.group, async_op=True)
+        self._work = _begin_gather(self._gathered, shards) if shards.ranks > 1 and size else []
 
     def _take(self, which: int, size: int) -> Tensor:
         if self._memory is None or size > len(self._memory[which]):  # gaps between dtypes may not fit
@@ -312,8 +310,8 @@ class _Gather:
 
     def finish(self) -> tuple[Tensor, Sequence[int]]:
         """The tensors one after the other, ``[bytes]`` uint8, and where each begins; called once."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._work:
+            work.wait()
         gathered = self._gathered
         del self._gathered, self._work  # the work holds the tensor, too
         is_alone = len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)
@@ -342,6 +340,15 @@ class _Gather:
             if rest:
                 whole[-rest:].copy_(shards[full, :rest])
         return data, offsets
+
+
+def _begin_gather(gathered: Tensor, shards: _Shards) -> list[dist.Work]:
+    """Fill the other ranks' rows of ``gathered``, ``[ranks, bytes]`` uint8."""
+    if gathered.device.type == "cpu":  # gloo's all-gather would need memory for all of it once more
+        rows = enumerate(gathered)
+        return [dist.broadcast(row, group=shards.group, group_src=rank, async_op=True) for rank, row in rows]
+    mine = gathered[shards.rank]
+    return [all_gather_single(gathered.view(-1), mine, group=shards.group, async_op=True)]
 
 
 def _merged_shard(weight: _Weight, adapter: Sequence[Tensor]) -> Tensor:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 # srun starts its command on a node. It sends each signal that it gets to every process of that command.
 _SRUN = """
-import os, signal, subprocess, sys
+import contextlib, os, signal, subprocess, sys
 command = sys.argv[next(at for at, word in enumerate(sys.argv) if at and not word.startswith("-")):]
-signal.signal(signal.SIGUSR1, lambda *_: os.killpg(task.pid, signal.SIGUSR1))
+def forward(*_):
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(task.pid, signal.SIGUSR1)
+signal.signal(signal.SIGUSR1, forward)
 task = subprocess.Popen(command, start_new_session=True)
 code = task.wait()
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python forgets its handlers before it ends

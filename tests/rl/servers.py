@@ -9,12 +9,16 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.rl.checksums import checksum
@@ -198,6 +202,19 @@ class VLLMStandIn(StandIn):
         return 200, {}
 
 
+def torch_group(address: str, port: int, rank: int, size: int, name: str, backend: str) -> dist.ProcessGroup:
+    """A group beside the default one, made as sglang's `init_custom_process_group` does."""
+    limit = timedelta(seconds=60)
+    store, _, _ = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=limit))
+    store.set_timeout(limit)
+    store = dist.PrefixStore(name, store)
+    found: Any = distributed_c10d._new_process_group_helper(
+        size, rank, [], dist.Backend(backend), store, group_name=cast(Any, name), timeout=limit
+    )
+    distributed_c10d._world.pg_group_ranks[found[0]] = {rank: rank for rank in range(size)}
+    return found[0]
+
+
 class SGLangStandIn(StandIn):
     """Answers as the routes of sglang 0.5.23 do."""
 
@@ -206,6 +223,7 @@ class SGLangStandIn(StandIn):
     def __init__(self) -> None:
         super().__init__()
         self.is_open, self.tp = False, 2
+        self.groups: dict[str, Any] = {}
         self.without: set[str] = set()
         self.finish = "stop"
 
@@ -213,7 +231,7 @@ class SGLangStandIn(StandIn):
         if route in self.without:
             return 404, {"detail": "Not Found"}
         if route in ("server_info", "get_server_info"):
-            return 200, {"model_path": "policy", "tp_size": self.tp, "dp_size": 1}
+            return 200, {"model_path": "policy", "tp_size": self.tp, "dp_size": 1, "device": "cpu"}
         if route in ("model_info", "get_model_info"):
             return 200, {"weight_version": self.version}
         if route in ("pause_generation", "continue_generation"):
@@ -228,6 +246,11 @@ class SGLangStandIn(StandIn):
             assert len(body["serialized_named_tensors"]) == self.tp
             for payload in body["serialized_named_tensors"]:
                 self.weights |= decode(payload)
+        if route.endswith(("_weights_update_group", "_from_distributed")):
+            try:
+                self.act_by_network(route, body)
+            except (RuntimeError, KeyError) as error:
+                return 400, {"success": False, "message": str(error)}
         if route == "update_weight_version":
             self.version = body["new_version"]
         if route in ("release_memory_occupation", "resume_memory_occupation"):
@@ -249,6 +272,23 @@ class SGLangStandIn(StandIn):
             }
             return 200, {"text": "", "output_ids": ids, "meta_info": meta}
         return 200, {}
+
+    def act_by_network(self, route: str, body: dict[str, Any]) -> None:
+        name = body["group_name"]
+        if route == "init_weights_update_group":
+            address, port, size = body["master_address"], body["master_port"], body["world_size"]
+            self.groups[name] = torch_group(address, port, body["rank_offset"], size, name, body["backend"])
+        elif route == "destroy_weights_update_group":
+            dist.destroy_process_group(self.groups.pop(name))
+        else:
+            assert self.is_open
+            received, works = {}, []
+            for key, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+                received[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+                works.append(dist.broadcast(received[key], src=0, group=self.groups[name], async_op=True))
+            for work in works:
+                work.wait()
+            self.weights |= received
 
 
 def bucket(**tensors: torch.Tensor) -> Bucket:

@@ -19,6 +19,7 @@ from fsdp2kit.rl import network_transport
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
 from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
 from fsdp2kit.rl.server_engine import ServerEngine
+from fsdp2kit.rl.sglang_server import SGLangServer
 from fsdp2kit.rl.vllm_server import VLLMServer
 from tests.rl.servers import (
     OPTIONS,
@@ -148,8 +149,6 @@ def test_which_way_is_chosen(server: VLLMStandIn) -> None:
     assert not is_here("nowhere.invalid")
     assert not server_of(server)._by_network
     assert not server_of(server, weight_sync=NETWORK, is_main=False)._by_network
-    with serving(SGLangStandIn()) as other, pytest.raises(UserError, match="is not on rank 0's host"):
-        engine_of(other, weight_sync=NETWORK)
     assert OPTIONS["is_main"]
 
 
@@ -162,11 +161,7 @@ def test_which_way_is_chosen(server: VLLMStandIn) -> None:
             "weight_sync.transport: 'memory' with rollout.engine = 'transformers'",
         ),
         ("transformers", {"transport": "network"}, "weight_sync.transport: 'network' with rollout.engine"),
-        (
-            "sglang",
-            {"transport": "network"},
-            "weight_sync.transport: .*through this host's memory alone; start SGLang",
-        ),
+        ("sglang", {"transport": "network"}, None),
         ("sglang", {"verify": False}, "weight_sync.verify: false with rollout.engine = 'sglang', where nothing"),
         ("vllm", {"verify": False, "transport": "network"}, None),
         ("sglang", {"transport": "memory"}, None),
@@ -194,6 +189,65 @@ def test_weights_that_the_server_spoils_are_not_served(server: VLLMStandIn) -> N
     server.sums, server.spoils = {}, swaps
     update(engine, 3)
     assert engine.version == 3
+
+
+@pytest.fixture
+def sglang() -> Iterator[SGLangStandIn]:
+    with serving(SGLangStandIn()) as found:
+        found.tp = 1
+        yield found
+
+
+def test_sglangs_workers_receive_by_a_group_that_they_make_themselves(sglang: SGLangStandIn) -> None:
+    engine = engine_of(sglang, weight_sync=NETWORK)
+    for version in (1, 2):
+        sglang.weights = {}
+        update(engine, version)
+        check_weights(sglang)
+        assert (engine.version, sglang.version, sglang.paused) == (version, f"a1:{version}", False)
+        assert not sglang.groups
+        assert ask(engine)
+    both = bucket(**WEIGHTS)
+    engine.begin_update(3)
+    sglang.weights = {}
+    engine.load_weights(both)
+    engine.finish_update(3)
+    check_weights(sglang)
+    assert "update_weights_from_tensor" not in sglang.calls
+
+
+@pytest.mark.parametrize("route", ["init_weights_update_group", "update_weights_from_distributed"])
+def test_a_server_of_sglang_that_fails_ends_the_update_at_once(route: str, sglang: SGLangStandIn) -> None:
+    engine = engine_of(sglang, weight_sync=NETWORK)
+    update(engine, 1)
+    sglang.faults[route] = lambda: 500
+    begun = time.monotonic()
+    with pytest.raises(RunFailure, match=f"SGLang server {sglang.url}: /{route} failed with 500: .*as asked"):
+        update(engine, 2)
+    assert time.monotonic() - begun < 5
+    assert (engine.version, sglang.version, sglang.paused) == (None, "a1:None", True)
+    sglang.faults.clear()
+    sglang.weights = {}
+    update(engine, 2)
+    check_weights(sglang)
+    assert (engine.version, sglang.version) == (2, "a1:2")
+    assert not sglang.groups, "nor the group of the update that failed"
+
+
+def test_a_trainer_that_is_gone_is_noticed_by_sglangs_workers(sglang: SGLangStandIn) -> None:
+    engine = engine_of(sglang, weight_sync=NETWORK)
+    engine.begin_update(1)
+    engine.load_weights(bucket(**WEIGHTS))
+    [client] = engine._present
+    assert isinstance(client, SGLangServer)
+    assert client._sender is not None
+    client._sender.settle()
+    client._leave()
+    [name] = sglang.groups
+    told = {"names": ["a"], "dtypes": ["float32"], "shapes": [[4]], "group_name": name}
+    assert sglang.respond("update_weights_from_distributed", told)[0] == 400
+    update(engine, 1)
+    assert ask(engine)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (7, 129), (64, 1000)])
