@@ -26,9 +26,9 @@ FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.parallel.jobs
 ROOT = Path(__file__).parents[1]
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
-# The threads of process groups wake up a hundred times a second: hundreds of them would take a core. Workers with more
-# threads than this are replaced.
-_MOST_THREADS = 100
+# Threads of process groups wake up a hundred times a second: three groups take 0.4 % of a core, also while a worker
+# waits for its next test. Workers with more threads than this are replaced, which takes 0.2 s.
+_MOST_THREADS = 30
 
 
 def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:

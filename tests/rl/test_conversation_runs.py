@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from fsdp2kit.rl.conversations import check_environment
 from fsdp2kit.run import load
 from tests.rl.games import MODEL, random_plays, write_game, write_tokenizer
 from tests.rl.runs import numbers, run, run_recipe
+from tests.rl.test_vllm import free_port, path_in_environment, vllm_server
 from tests.workers import WorkerPool
 
 MESHES = {"dp": (2, ()), "cp": (2, ("mesh.cp=2",)), "tp": (2, ("rollout.tp=2",))}
@@ -114,8 +114,8 @@ def test_a_check_asks_the_environment(tmp_path: Path) -> None:
     assert [*check_environment(config, missing=["tokenizer"]).values()] == [name]
 
 
-def _learn(pool: WorkerPool, folder: Path, game: str, *options: str) -> list[dict[str, Any]]:
-    """Records of a model that first imitates random plays, and then learns from the game."""
+def _imitate(pool: WorkerPool, folder: Path, *options: str) -> Path:
+    """A model that imitates random plays."""
     write_tokenizer(folder / "tokenizer")
     (folder / "plays.jsonl").write_text("".join(json.dumps(row) + "\n" for row in random_plays(3000)))
     (folder / "sft.toml").write_text(f"""
@@ -127,10 +127,18 @@ def _learn(pool: WorkerPool, folder: Path, game: str, *options: str) -> list[dic
     wandb.mode = "disabled"
     {MODEL}
 """)
-    assert set(pool.run(2, run_recipe, str(folder / "sft.toml"), [f"run.dir='{folder}/sft'"])) == {""}
-    toml = write_game(folder, game, model=f'model.path = "{folder}/sft/hf"')
+    assert set(pool.run(2, run_recipe, str(folder / "sft.toml"), [f"run.dir='{folder}/sft'", *options])) == {""}
+    return folder / "sft" / "hf"
+
+
+def _learn(pool: WorkerPool, folder: Path, game: str, model: Path, *options: str) -> list[float]:
+    """Rewards by step of a model that learns from a game."""
+    toml = write_game(folder, game, model=f'model.path = "{model}"')
     batch = ("train.steps=160", "train.global_batch_size=128", "rollout.n=16", "rollout.updates=4", "grpo.loss=dapo")
-    return run(pool, toml, folder / "run", 2, *batch, *options, "train.micro_batch_size=8")
+    records = run(pool, toml, folder / "run", 2, *batch, "train.micro_batch_size=8", *options)
+    rewards = [record["reward"] for record in records]
+    print(game, options, rewards[0], sum(rewards[-10:]) / 10, [round(one, 2) for one in rewards[::10]])
+    return rewards
 
 
 @pytest.mark.slow
@@ -138,8 +146,19 @@ def _learn(pool: WorkerPool, folder: Path, game: str, *options: str) -> list[dic
 @pytest.mark.parametrize("mesh", ["dp", "cp"])
 @pytest.mark.parametrize(("game", "chance"), [("Guess", 0.7), ("Calculator", 0.4)])
 def test_a_game_is_learnt(game: str, chance: float, mesh: str, pool: WorkerPool, tmp_path: Path) -> None:
-    records = _learn(pool, tmp_path, game, *MESHES[mesh][1])
-    rewards = [record["reward"] for record in records]
-    print(game, mesh, rewards[0], sum(rewards[-10:]) / 10, [round(one, 2) for one in rewards[::10]])
+    rewards = _learn(pool, tmp_path, game, _imitate(pool, tmp_path), *MESHES[mesh][1])
     assert rewards[0] < chance
+    assert sum(rewards[-10:]) / 10 > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_game_is_learnt_with_a_real_server(pool: WorkerPool, tmp_path: Path) -> None:
+    python, port = path_in_environment("FSDP2KIT_VLLM_PYTHON"), free_port()
+    # vLLM's attention on a CPU has no heads of 16.
+    model = _imitate(pool, tmp_path, "model.config.num_attention_heads=2", "model.config.num_key_value_heads=1")
+    limits = ("--max-model-len", 128, "--max-num-seqs", 64)
+    with vllm_server(python, model, tmp_path, dtype="float32", port=port, options=limits) as url:
+        rewards = _learn(pool, tmp_path, "Calculator", model, "rollout.engine=vllm", f"rollout.url={url}")
+    assert rewards[0] < 0.4
     assert sum(rewards[-10:]) / 10 > 0.8

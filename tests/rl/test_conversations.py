@@ -333,15 +333,18 @@ def test_the_classes_of_the_documentation(tmp_path: Path) -> None:
     )
     row: Any = {"secret": 7, "question": "What is 1 + 2?", "answer": "3"}
     lengths: Any = {"seq_len": 4096, "max_new_tokens": 400}
-    for name, said, expected, reward in (
-        ("Guess", ["4", "8", "7"], ["higher", "lower"], 1.0),
-        ("Guess", ["seven"], [], 0.0),
-        ("WithTools", [add + search, "<tool_call>add", "It is 3."], ["3", "tew"], 0.0),
-        ("WithTools", [add, add.replace("2", '"x"'), "It is 3."], ["3", "error: unsupported operand"], 1.0),
-    ):
+    games: Any = {
+        "Guess": [(["4", "8", "7"], ["higher", "lower"], 1.0), (["seven"], [], 0.0)],
+        "WithTools": [
+            ([add + search, "<tool_call>add", "It is 3."], ["3", "tew"], 0.0),
+            ([add, add.replace("2", '"x"'), "It is 3."], ["3", "error: unsupported operand"], 1.0),
+        ],
+    }
+    for name, plays in games.items():
         with holding(tmp_path, name, tokenizer, code=FUNCTIONS + guess + tools, **lengths) as conversations:
-            [found] = conversations.respond(asked(row), engine_for(tokenizer, *said))
-        assert found.conversation is not None
-        answers = [one["content"] for one in found.conversation.said if one["role"] != "assistant"]
-        assert [one[: len(start)] for one, start in zip(answers, expected, strict=True)] == expected
-        assert found.conversation.reward == reward
+            found = [conversations.respond(asked(row), engine_for(tokenizer, *said))[0] for said, _, _ in plays]
+        for one, (_, expected, reward) in zip(found, plays, strict=True):
+            assert one.conversation is not None
+            answers = [message["content"] for message in one.conversation.said if message["role"] != "assistant"]
+            assert [text[: len(start)] for text, start in zip(answers, expected, strict=True)] == expected
+            assert one.conversation.reward == reward
