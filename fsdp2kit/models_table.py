@@ -16,14 +16,18 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.config.checks import MeshSizes
+from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model, shrink_config
+from fsdp2kit.model.weights import initialize
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.transformers_engine import TransformersEngine
 
-COLUMNS = ("one document a row", "packed", "Ulysses", "ring", "allgather", "LoRA", "QLoRA", "export")
+COLUMNS = ("one document a row", "packed", "Ulysses", "ring", "allgather", "LoRA", "QLoRA", "export", "generation")
 EXACT = "exact"
 MARK = "<!-- fsdp2kit models -->\n"
 """The line of docs/models.md below which the table stands."""
@@ -38,8 +42,10 @@ FAMILIES = (
 
 # What published configs say where a type's default config has another kind of layers, or none that can be built.
 _CONVOLUTION = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
+_MAMBA = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": _MAMBA,
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
@@ -98,25 +104,54 @@ def _cells(model: PreTrainedModel, traits: Traits, section: ModelConfig) -> Iter
     for column, quantize in zip(COLUMNS[5:7], ("none", "nf4"), strict=True):
         values = {**data(pack=packed == EXACT), "lora": {"rank": 8, "quantize": quantize}}
         yield column, decide(values, of=lambda config: build_model(section, lora=config.lora))
-    try:
-        yield COLUMNS[7], _try_export(section)
-    except Exception as error:
-        yield COLUMNS[7], _reason(error, name)
+    for column, attempt in zip(COLUMNS[7:], (_try_export, _try_generation), strict=True):
+        try:
+            yield column, attempt(_with_values(section))
+        except Exception as error:
+            yield column, _reason(error, name)
 
 
-def _try_export(section: ModelConfig) -> str:
-    """Whether transformers reads an export as the model that it was, bit for bit."""
+@torch.no_grad()
+def _with_values(section: ModelConfig) -> Any:
+    """A model of random numbers, in evaluation mode."""
     model = build_model(section)
     materialize(model, device=torch.device("cpu"))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.normal_()
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.normal_()
+    return model.eval()
+
+
+def _try_export(model: Any) -> str:
+    """Whether transformers reads an export as the model that it was, bit for bit."""
     with TemporaryDirectory() as folder:
         export_model(model, folder + "/hf", dtype="float32")
         loaded = type(model).from_pretrained(folder + "/hf", dtype=torch.float32).state_dict()
     differing = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, loaded[name])]
     return f"{differing[0]} comes back with other values" if differing else EXACT
+
+
+@torch.no_grad()
+def _try_generation(model: Any) -> str:
+    """Whether the log-probabilities of rollouts in one batch are those of each prompt with its response alone.
+
+    The model's matrices are larger than when training begins, so that tokens matter to each other.
+    """
+    with contextlib.suppress(UserError):  # a model whose class leaves some values out: these stay random
+        initialize(model, seed=0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+    vocabulary, draw = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocabulary, (length,), generator=draw).tolist() for length in (1, 3, 9, 40)]
+    engine = TransformersEngine(RolloutConfig(), model, stops=[0], pad_id=0)
+    requests = [Request(ids, (number,)) for number, ids in enumerate(prompts)]
+    for ids, response in zip(prompts, engine.generate(requests, max_new_tokens=12, temperature=1.0), strict=True):
+        logits = model(input_ids=torch.tensor([[*ids, *response.ids]]), use_cache=False).logits[0, len(ids) - 1 : -1]
+        alone = logits.log_softmax(-1).gather(1, torch.tensor(response.ids)[:, None]).squeeze(1)
+        if (alone - torch.tensor(response.log_probs)).abs().max() > 1e-4:
+            return "log-probabilities of responses in a batch are not those of each alone"
+    return EXACT
 
 
 def _reason(error: Exception, name: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
 from fsdp2kit.models_table import COLUMNS, EXACT, MARK, row_of, table
+from fsdp2kit.rl.transformers_engine import TransformersEngine
+from tests.reference import full
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -20,6 +24,22 @@ def test_a_row_says_what_is_exact_and_why_the_rest_is_refused() -> None:
     assert "packed documents would see each other" in row["packed"]
     assert "has no attention heads" in row["ring"]
     assert row_of("bart") == "the model is an encoder-decoder model"
+
+
+@pytest.mark.parametrize("model_type", ["llama", full("bamba"), full("qwen3_next")])
+def test_generation_that_takes_padding_for_tokens_is_no_exact_one(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_mask(self: TransformersEngine, *arguments: Any) -> Any:
+        generate = self._model.generate
+        self._model.generate = lambda ids, **options: generate(
+            ids, **options | {"attention_mask": torch.ones_like(options["attention_mask"])}
+        )
+        return batch(self, *arguments)
+
+    batch = TransformersEngine._generate
+    monkeypatch.setattr(TransformersEngine, "_generate", without_mask)
+    assert "are not those of each alone" in cast(Any, row_of(model_type))["generation"]
 
 
 @pytest.mark.slow

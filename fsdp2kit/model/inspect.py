@@ -24,6 +24,7 @@ _SMALL = {
     "intermediate_size": 32,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
     "max_position_embeddings": 128,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -46,7 +47,7 @@ _SMALL = {
 }
 _LAYERS, _HEAD_DIM, _MAMBA_HEADS = 2, 16, 4
 _MOST_KINDS = 3
-"""What a config lists for every layer names kinds if it has so many different values at most."""
+"""What a config lists for every layer besides its kind distinguishes layers if it has so many values at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,13 +330,15 @@ def _of(config: Any, key: str) -> Any:
 def _choose_layers(config: Any) -> None:
     """Keep few layers, with one of every kind: alternating local and global layers need one of each.
 
-    What a config lists for every layer (kinds of attention and of MLP, layers without RoPE, …) is cut to those kept.
+    What a config lists for every layer (kinds of attention and of MLP, layers without RoPE, …), and what it says of
+    single layers, is cut to those kept.
     """
     depth = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
     counted = [key for key, value in lists.items() if value == [*range(depth)]]
-    first = sorted(set().union(*(each for each in map(_first_of_each, lists.values()) if len(each) <= _MOST_KINDS)))
+    firsts = [(value == kinds, _first_of_each(value)) for value in lists.values()]
+    first = sorted({at for is_kinds, each in firsts if is_kinds or len(each) <= _MOST_KINDS for at in each})
     if kinds and not any(value == kinds for value in lists.values()):
         # Computed from the layer's number: the first layers stay as they are.
         chosen = [*range(max(min(_LAYERS, depth), *(at + 1 for at in _first_of_each(kinds))))]
@@ -351,6 +354,9 @@ def _choose_layers(config: Any) -> None:
         smallest = _SMALL.get(key)
         if smallest:
             setattr(config, key, [min(each, smallest) for each in getattr(config, key)])
+    if getattr(config, "is_heterogeneous", False):
+        own = {int(at): values for at, values in config.to_dict()["per_layer_config"].items()}
+        config.per_layer_config = {at: own[before] for at, before in enumerate(chosen) if before in own} or None
 
 
 def _first_of_each(values: list[Any]) -> list[int]:

@@ -98,7 +98,7 @@ class TransformersEngine(Engine):
             settings = GenerationConfig(
                 max_new_tokens=max(rooms) - sampler.steps,
                 do_sample=False,  # the sampler has chosen already
-                eos_token_id=list(self._stops) or None,
+                eos_token_id=list(self._stops),  # none: not those of the model either
                 pad_token_id=self._pad_id,
                 return_dict_in_generate=True,
             )

@@ -342,8 +342,8 @@ class _Gather:
         return data, offsets
 
 
-def _begin_gather(gathered: Tensor, shards: _Shards) -> list[dist.Work]:
-    """Fill the other ranks' rows of ``gathered``, ``[ranks, bytes]`` uint8."""
+def _begin_gather(gathered: Tensor, shards: _Shards) -> list[Any]:
+    """Fill the other ranks' rows of ``gathered``, ``[ranks, bytes]`` uint8; returns what to wait for."""
     if gathered.device.type == "cpu":  # gloo's all-gather would need memory for all of it once more
         rows = enumerate(gathered)
         return [dist.broadcast(row, group=shards.group, group_src=rank, async_op=True) for rank, row in rows]

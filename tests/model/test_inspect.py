@@ -88,6 +88,8 @@ def test_what_is_done_to_a_twin_stays_with_it() -> None:
         *("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mixtral", "phi3", "olmo2", "gpt2"),
         # Kinds of layer that are computed, not listed; layers that share keys; lists with an entry for every layer.
         *("falcon_h1", "bamba", "jamba", "gemma3n_text", "glm_moe_dsa", "llama4_text", "gpt_oss", "falcon_mamba"),
+        # Four kinds; layers that are named by number.
+        *("nemotron_h", "gemma4_text"),
     ],
 )
 def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type: str) -> None:
@@ -100,10 +102,19 @@ def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type
     assert type(twin) is type(model)
     assert not twin.training
     assert sum(parameter.numel() for parameter in twin.parameters()) < 500_000
-    kinds = [set(getattr(one.config, "layer_types", None) or ()) for one in (model, twin)]
-    assert kinds[0] == kinds[1], "every kind of layer is there"
+    whole, small = (_kinds(one.config) for one in (model, twin))
+    assert whole == small, "every kind of layer is there"
     assert model.config.to_dict() == before
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def _kinds(config: Any) -> set[tuple[str, object]]:
+    """Each kind of layer, with the width of its heads where layers differ in it."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    if not getattr(config, "is_heterogeneous", False):
+        return {(kind, None) for kind in kinds}
+    own = {int(at): str(values) for at, values in config.to_dict()["per_layer_config"].items()}
+    return {(kind, own.get(at)) for at, kind in enumerate(kinds)}
 
 
 # Limits

@@ -84,6 +84,18 @@ def test_no_row_leaves_a_cache_that_only_the_model_knows() -> None:
         assert engine.share == 1
 
 
+def test_without_tokens_that_end_a_response_those_of_the_model_end_none() -> None:
+    model: Any = tiny_model("smollm2")
+    engine = engine_of(model)
+    engine._stops = ()
+    asked = requests(3, 9)
+    first = engine.generate(asked, max_new_tokens=16, temperature=1.0)
+    model.generation_config.eos_token_id = first[0].ids[
+        3
+    ]  # its row is filled up from there on, beside one that goes on
+    assert engine.generate(asked, max_new_tokens=16, temperature=1.0) == first
+
+
 def test_a_seed_decides_whatever_the_batch() -> None:
     model = tiny_model("smollm2")
     asked = requests(3, 20, 1, 7)
