@@ -334,10 +334,13 @@ def _choose_layers(config: Any) -> None:
     single layers, is cut to those kept.
     """
     depth = config.num_hidden_layers
+    is_mixed = getattr(config, "is_heterogeneous", False)
+    own = {int(at): values for at, values in config.to_dict()["per_layer_config"].items()} if is_mixed else {}
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
     counted = [key for key, value in lists.items() if value == [*range(depth)]]
     firsts = [(value == kinds, _first_of_each(value)) for value in lists.values()]
+    firsts.append((False, _first_of_each([own.get(at) for at in range(depth)])))
     first = sorted({at for is_kinds, each in firsts if is_kinds or len(each) <= _MOST_KINDS for at in each})
     if kinds and not any(value == kinds for value in lists.values()):
         # Computed from the layer's number: the first layers stay as they are.
@@ -354,8 +357,7 @@ def _choose_layers(config: Any) -> None:
         smallest = _SMALL.get(key)
         if smallest:
             setattr(config, key, [min(each, smallest) for each in getattr(config, key)])
-    if getattr(config, "is_heterogeneous", False):
-        own = {int(at): values for at, values in config.to_dict()["per_layer_config"].items()}
+    if is_mixed:
         config.per_layer_config = {at: own[before] for at, before in enumerate(chosen) if before in own} or None
 
 

@@ -142,8 +142,19 @@ class Link:
             if sent is not one:
                 one.copy_(sent)
 
+    def end(self, seconds: float) -> None:
+        """Leave the group when all that was sent has arrived; all sides do so at the same time.
+
+        Args:
+            seconds: after these it is left as `close` does.
+        """
+        if self._backend == "nccl":  # what it still sends would be lost, and the other sides wait for this one
+            group = self._group
+            wait([in_background(group.shutdown)], timeout=seconds)
+        self.close()
+
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, whatever is under way."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
@@ -300,8 +311,13 @@ class NetworkSender:
                 raise LinkError(f"no answer within {2 * self._seconds:g} seconds")
             self._answer.result()
 
+    def end(self) -> None:
+        """Leave the group when all that was sent has arrived; the server's workers leave it at the same time."""
+        if self._link is not None:
+            self._link.end(self._seconds)
+
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, whatever is under way."""
         if self._link is not None:
             self._link.close()
 

@@ -82,17 +82,15 @@ class SGLangServer(Server):
             ),
         )
 
-    def _end_group(self) -> None:
-        """Both sides leave the group, at once: NCCL's end waits for all ranks."""
+    def _destroy_group(self) -> None:
         name, self._group = self._group, ""
-        if name:
-            answer = in_background(lambda: self._post("destroy_weights_update_group", group_name=name))
-            self._leave()
-            with suppress(RunFailure):  # it was restarted, and has no group
-                answer.result()
+        self._post("destroy_weights_update_group", group_name=name)
 
     def _open_update(self) -> None:
-        self._end_group()  # of an update that failed
+        if self._group:  # an update failed
+            self._leave()
+            with suppress(RunFailure):  # it was restarted, and has no group
+                self._destroy_group()
         self._post("pause_generation", optional=True, mode="abort")
         # Until the update is complete, the server has a version that no run accepts.
         self._post("update_weight_version", new_version=self._label(None), abort_all_requests=True)
@@ -122,7 +120,11 @@ class SGLangServer(Server):
         if self._sender is not None:
             with self._linked() as sender:
                 sender.settle()
-            self._end_group()
+                # At once on both sides: SGLang answers before NCCL has received all, and its end waits for all ranks.
+                answer = in_background(self._destroy_group)
+                sender.end()
+                answer.result()
+            self._sender = None
         self._post("end_weight_update", optional=True)
         self._post("flush_cache")  # refused while a request runs; none runs yet
         self._post("update_weight_version", new_version=label, abort_all_requests=True)

@@ -245,7 +245,9 @@ def test_a_trainer_that_is_gone_is_noticed_by_sglangs_workers(sglang: SGLangStan
     client._leave()
     [name] = sglang.groups
     told = {"names": ["a"], "dtypes": ["float32"], "shapes": [[4]], "group_name": name}
+    begun = time.monotonic()
     assert sglang.respond("update_weights_from_distributed", told)[0] == 400
+    assert time.monotonic() - begun < 10
     update(engine, 1)
     assert ask(engine)
 

@@ -134,13 +134,12 @@ def test_sglangs_own_workers_receive_weights_by_network(sglang: str, tmp_path: P
     with ExitStack() as stack:
         command = [sglang, "-c", WORKER]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        workers = [
-            stack.enter_context(subprocess.Popen([*command, str(rank), "2", str(tmp_path / "meeting")], **pipes))
-            for rank in range(2)
-        ]
-        for worker in workers:
+        workers: list[Any] = []
+        for rank in range(2):
+            worker = subprocess.Popen([*command, str(rank), "2", str(tmp_path / "meeting")], **pipes)
+            workers.append(stack.enter_context(worker))
             stack.callback(worker.kill)
-            assert worker.stdout
+        for worker in workers:
             assert worker.stdout.readline() == "ready\n"
         server = stack.enter_context(serving(ServerWithItsOwnWorkers(workers)))
         engine = engine_of(server, weight_sync=WeightSyncConfig(transport="network"))
