@@ -104,8 +104,10 @@ class Server(VersionedWeights):
         raise NotImplementedError
 
     def _new_sender(self) -> NetworkSender:
-        """The way to the server's workers by network, for one update. Its waits, and two of them one after the other,
-        are shorter than the other ranks' in their collective."""
+        """The way to the server's workers by network, for one update.
+
+        Its waits, and two of them one after the other, are shorter than the other ranks' in their collective.
+        """
         raise NotImplementedError
 
     def _open_update(self) -> None:

@@ -58,6 +58,11 @@ class StandIn(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether it is in a process group with a trainer."""
+        raise NotImplementedError
+
     def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.calls.append(route)
         if route in self.faults and (status := self.faults[route]()) != 200:
@@ -146,6 +151,10 @@ class VLLMStandIn(StandIn):
         self.received: list[int] = []
         self.spoils: Callable[[], object] = lambda: None
 
+    @property
+    def is_linked(self) -> bool:
+        return self.link is not None
+
     def leave(self) -> None:
         """As a worker does, or its process's end."""
         link, self.link = self.link, None
@@ -220,12 +229,16 @@ class SGLangStandIn(StandIn):
 
     client, looks, generates = SGLangServer, "server_info", "generate"
 
-    def __init__(self) -> None:
+    def __init__(self, tp: int = 2) -> None:
         super().__init__()
-        self.is_open, self.tp = False, 2
+        self.is_open, self.tp = False, tp
         self.groups: dict[str, Any] = {}
         self.without: set[str] = set()
         self.finish = "stop"
+
+    @property
+    def is_linked(self) -> bool:
+        return bool(self.groups)
 
     def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route in self.without:

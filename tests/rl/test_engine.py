@@ -90,9 +90,8 @@ def test_without_tokens_that_end_a_response_those_of_the_model_end_none() -> Non
     engine._stops = ()
     asked = requests(3, 9)
     first = engine.generate(asked, max_new_tokens=16, temperature=1.0)
-    model.generation_config.eos_token_id = first[0].ids[
-        3
-    ]  # its row is filled up from there on, beside one that goes on
+    # `generate` would fill up this row from there on, beside one that goes on.
+    model.generation_config.eos_token_id = first[0].ids[3]
     assert engine.generate(asked, max_new_tokens=16, temperature=1.0) == first
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from tests.rl.servers import (
     OPTIONS,
     WEIGHTS,
     SGLangStandIn,
+    StandIn,
     VLLMStandIn,
     ask,
     bucket,
@@ -36,6 +38,8 @@ from tests.rl.servers import (
 )
 
 NETWORK = WeightSyncConfig(transport="network")
+VLLM_ROUTES = ("init_weight_transfer_engine", "update_weights", "finish_weight_update")
+SGLANG_ROUTES = ("init_weights_update_group", "update_weights_from_distributed")
 
 
 @pytest.fixture
@@ -54,27 +58,39 @@ def test_buckets_come_by_broadcast_and_each_update_has_its_own_group(server: VLL
         update(engine, version)
         check_weights(server)
         assert (engine.version, server.version, server.paused) == (version, f"a1:{version}", False)
-        assert server.link is None
+        assert not server.is_linked
         assert server.sums.keys() == WEIGHTS.keys()
         assert ask(engine)
     assert server.received == 2 * [tensor.nbytes for tensor in WEIGHTS.values()]
     assert server.calls.count("init_weight_transfer_engine") == 2
 
 
-@pytest.mark.parametrize("route", ["init_weight_transfer_engine", "update_weights", "finish_weight_update"])
-def test_a_server_that_fails_ends_the_update_at_once_and_takes_the_next(route: str, server: VLLMStandIn) -> None:
-    engine = engine_by_network(server)
-    update(engine, 1)
-    server.faults[route] = lambda: 500
-    begun = time.monotonic()
-    with pytest.raises(RunFailure, match=f"vLLM server {server.url}: /{route} failed with 500: .*as asked"):
+@pytest.mark.parametrize(
+    ("kind", "route", "kept"),
+    [
+        *((VLLMStandIn, route, "a1:1") for route in VLLM_ROUTES),
+        *((partial(SGLangStandIn, tp=1), route, "a1:None") for route in SGLANG_ROUTES),
+    ],
+)
+def test_a_server_that_fails_ends_the_update_at_once_and_takes_the_next(
+    kind: Callable[[], StandIn], route: str, kept: str
+) -> None:
+    with serving(kind()) as server:
+        engine = engine_of(server, weight_sync=NETWORK)
+        update(engine, 1)
+        server.faults[route] = lambda: 500
+        begun = time.monotonic()
+        name = server.client.kind
+        with pytest.raises(RunFailure, match=f"{name} server {server.url}: /{route} failed with 500: .*as asked"):
+            update(engine, 2)
+        assert time.monotonic() - begun < 5
+        assert (engine.version, server.version, server.paused) == (None, kept, True)
+        server.faults.clear()
+        server.weights = {}
         update(engine, 2)
-    assert time.monotonic() - begun < 5
-    assert (engine.version, server.version, server.paused) == (None, "a1:1", True)
-    server.faults.clear()
-    update(engine, 2)
-    check_weights(server)
-    assert (engine.version, server.version) == (2, "a1:2")
+        check_weights(server)
+        assert (engine.version, server.version) == (2, "a1:2")
+        assert not server.is_linked, "nor by the group of the update that failed"
 
 
 def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> None:
@@ -193,8 +209,7 @@ def test_weights_that_the_server_spoils_are_not_served(server: VLLMStandIn) -> N
 
 @pytest.fixture
 def sglang() -> Iterator[SGLangStandIn]:
-    with serving(SGLangStandIn()) as found:
-        found.tp = 1
+    with serving(SGLangStandIn(tp=1)) as found:
         yield found
 
 
@@ -205,7 +220,7 @@ def test_sglangs_workers_receive_by_a_group_that_they_make_themselves(sglang: SG
         update(engine, version)
         check_weights(sglang)
         assert (engine.version, sglang.version, sglang.paused) == (version, f"a1:{version}", False)
-        assert not sglang.groups
+        assert not sglang.is_linked
         assert ask(engine)
     both = bucket(**WEIGHTS)
     engine.begin_update(3)
@@ -214,24 +229,6 @@ def test_sglangs_workers_receive_by_a_group_that_they_make_themselves(sglang: SG
     engine.finish_update(3)
     check_weights(sglang)
     assert "update_weights_from_tensor" not in sglang.calls
-
-
-@pytest.mark.parametrize("route", ["init_weights_update_group", "update_weights_from_distributed"])
-def test_a_server_of_sglang_that_fails_ends_the_update_at_once(route: str, sglang: SGLangStandIn) -> None:
-    engine = engine_of(sglang, weight_sync=NETWORK)
-    update(engine, 1)
-    sglang.faults[route] = lambda: 500
-    begun = time.monotonic()
-    with pytest.raises(RunFailure, match=f"SGLang server {sglang.url}: /{route} failed with 500: .*as asked"):
-        update(engine, 2)
-    assert time.monotonic() - begun < 5
-    assert (engine.version, sglang.version, sglang.paused) == (None, "a1:None", True)
-    sglang.faults.clear()
-    sglang.weights = {}
-    update(engine, 2)
-    check_weights(sglang)
-    assert (engine.version, sglang.version) == (2, "a1:2")
-    assert not sglang.groups, "nor the group of the update that failed"
 
 
 def test_a_trainer_that_is_gone_is_noticed_by_sglangs_workers(sglang: SGLangStandIn) -> None:
