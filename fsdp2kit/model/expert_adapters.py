@@ -21,19 +21,17 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.experts import are_experts, expert_weights, find_experts, unlike_experts
-from fsdp2kit.model.grouped_experts import compute_experts, multiply
+from fsdp2kit.model.grouped_experts import compute_experts, grouped_product, multiply
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
 ALL_EXPERTS = "experts"
 """In ``lora.target_modules`` it stands for the experts of all layers."""
 _FACTOR = re.compile(rf"(?P<wrapper>.+)\.lora_(?P<letter>[AB])\.{ADAPTER}\.weight")
-_ALIGNED = 8  # grouped products want rows of 16 bytes
 
 
 def target_parameters(model: nn.Module) -> list[str]:
@@ -106,10 +104,8 @@ def _of_adapter(x: Tensor, wrapper: Any, ends: Tensor) -> Tensor:
     """
     num_experts = wrapper.get_base_layer().num_experts
     a, b = _factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, num_experts)
-    missing = -a.shape[1] % _ALIGNED  # rows of zeros, which add nothing
-    a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b.transpose(1, 2), (0, 0, 0, missing)).contiguous()
-    low = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
-    return wrapper.scaling[ADAPTER] * F.grouped_mm(low, b, offs=ends)
+    low = grouped_product(x, a.transpose(1, 2), ends)
+    return wrapper.scaling[ADAPTER] * grouped_product(low, b.transpose(1, 2).contiguous(), ends)
 
 
 def _factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,7 @@ class Traits:
         uncalled_modules: names of modules that are never called: the module around them reads their parameters.
             Convolutions are always among them: fast kernels of Mamba and the like, which a twin on the CPU does not
             run, take their weights.
+        no_twin: why there is no twin to try anything on; None if there is one.
     """
 
     causal: bool | None
@@ -71,6 +72,7 @@ class Traits:
     linear_head: bool
     has_position_table: bool
     uncalled_modules: frozenset[str]
+    no_twin: str | None
     _twin: PreTrainedModel | None = field(repr=False)
     _outcomes: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
@@ -91,7 +93,12 @@ def inspect_model(model: PreTrainedModel) -> Traits:
     Args:
         model: on meta or real, before it is made parallel; it is not changed.
     """
-    twin = build_twin(model)
+    twin, no_twin = None, None
+    try:
+        twin = build_twin(model)
+    except Exception as error:  # whatever an architecture raises
+        said = str(error).strip().partition("\n")[0]
+        no_twin = f"a small copy of it does not run ({type(error).__name__}: {said})"
     backbone_name(model)  # refuses a model that is not a decoder with a head
     # The twin's layers stand for all layers of their kind.
     uncalled = _try(_uncalled_modules, twin) or set()
@@ -102,6 +109,7 @@ def inspect_model(model: PreTrainedModel) -> Traits:
         linear_head=bool(_try(_has_linear_head, twin)),
         has_position_table=bool(_try(_has_position_table, twin)),
         uncalled_modules=frozenset(convolutions | {n for n, _ in model.named_modules() if any_layer(n) in uncalled}),
+        no_twin=no_twin,
         _twin=twin,
     )
 
@@ -380,31 +388,37 @@ def _narrow_mamba(config: Any) -> None:
                     setattr(config, groups, min(getattr(config, groups), 2))
 
 
-def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small twin of ``model`` on the CPU in eval mode; None if its architecture does not shrink.
+def build_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A small twin of ``model`` on the CPU in eval mode, which has run once.
 
     It has few, narrow layers; or few layers of the model's width, if the architecture's widths cannot shrink alike.
+
+    Raises:
+        Exception: whatever an architecture raises that does not shrink, or does not run.
     """
-    for narrow in (True, False):
-        with (
-            # An unforeseen architecture may raise anything: it has no twin.
-            contextlib.suppress(Exception),
-            warnings.catch_warnings(),
-            torch.device("cpu"),
-            torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            config = shrink_config(model.config, narrow=narrow)
-            twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-            # Larger weights than the usual 0.02: attention would be all but uniform, and leaks between documents
-            # would be lost in rounding.
-            for parameter in twin.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
-                elif not parameter.any():  # sinks of heads, biases: what is zero at first takes part as well
-                    parameter.normal_(std=0.2)
-            twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
-            return twin
-    return None
+    try:
+        return _build_twin(model, narrow=True)
+    except Exception:
+        return _build_twin(model, narrow=False)
+
+
+def _build_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
+    with (
+        warnings.catch_warnings(),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        config = shrink_config(model.config, narrow=narrow)
+        twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        # Larger weights than the usual 0.02: attention would be all but uniform, and leaks between documents would be
+        # lost in rounding.
+        for parameter in twin.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif not parameter.any():  # sinks of heads, biases: what is zero at first takes part as well
+                parameter.normal_(std=0.2)
+        twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+        return twin

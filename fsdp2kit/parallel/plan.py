@@ -290,7 +290,8 @@ def _check_packing(
     if recurrent and (why := try_recurrent(model, traits)):
         what = f"{name}: {why}"
     elif traits.separates_packed is None:
-        what = f"no small copy of {name} could be tried, so packed documents might see each other"
+        why = traits.no_twin or "a small copy of it does not run in packed rows"
+        what = f"packed documents might see each other in {name}: {why}"
     elif unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
     elif attention is None or traits.separates_packed or attention.recurrent_layers:

@@ -58,10 +58,23 @@ def test_both_probes_can_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_has_no_twin_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "build_twin", lambda model: None)
+    def fail(model: Any) -> Any:
+        raise KeyError("width")
+
+    monkeypatch.setattr(inspect, "build_twin", fail)
     traits = inspect_model(tiny_model("smollm2"))
     assert (traits.causal, traits.separates_packed, traits.linear_head) == (None, None, False)
     assert traits.twin() is None
+    assert traits.no_twin == "a small copy of it does not run (KeyError: 'width')"
+
+
+def test_a_model_whose_twin_does_not_run_says_why() -> None:
+    """transformers' grouped products of experts want rows of 16 bytes."""
+    config = AutoConfig.for_model("qwen3_moe", moe_intermediate_size=18, num_experts=4)
+    with torch.device("meta"):
+        traits = inspect_model(AutoModelForCausalLM.from_config(config))
+    assert traits.separates_packed is None
+    assert traits.no_twin == "a small copy of it does not run (RuntimeError: strides should be multiple of 16 bytes)"
 
 
 def test_what_is_done_to_a_twin_stays_with_it() -> None:
