@@ -125,9 +125,10 @@ def _count(
     names = ", ".join(sorted({type(layer).__name__ for layer in decoder_layers(model)}))
     what = f"the memory of {names} is not planned: it goes through its tokens in a loop, for lack of a kernel"
     bounded = _Bounded(UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length"))
-    small, layers = _first_layers(model, depth + 1)
+    small, layers = _first_layers(model, depth)
     inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
-    entries: list[tuple[int, int]] = []  # by layer: kept so far; the most at once since the layer before, beside it
+    # Where each layer begins and the last one ends: kept so far; the most at once since the entry before, beside it.
+    entries: list[tuple[int, int]] = []
     backwards: list[
         tuple[Snapshot, Snapshot]
     ] = []  # where a layer's backward begins: the peak before it; what is left
@@ -140,19 +141,24 @@ def _count(
                 given = given[0].clone(), *given[1:]
                 if given[0].requires_grad:  # else the embeddings' gradient would count as the first layer's
                     given[0].register_hook(note_backward)
+            note_forward()
+            return given
+
+        def note_forward() -> None:
             kept = by_category(allocations.snapshot())["activations"]
             entries.append((kept, by_category(allocations.peak())["activations"] - kept))
             allocations.start()
-            return given
 
         def note_backward(*_: Any) -> None:
             backwards.append((allocations.peak(), allocations.snapshot()))
             allocations.start()
 
-        def leave(_module: Any, _inputs: Any, output: Any) -> None:
+        def leave(layer: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:  # else nothing so far learns
                 hidden.register_hook(note_backward)
+            if layer is layers[-1]:
+                note_forward()
 
         for layer in layers:
             layer.register_forward_pre_hook(enter)
@@ -165,10 +171,10 @@ def _count(
     found = []
     for number in range(depth):
         (before, _), (kept, forward), more = entries[number], entries[number + 1], Counter[str]()
-        if depth - number + 1 < len(backwards):
-            # Backward comes to the layers last to first; each one's peak is read where the next one begins.
-            more = by_category(backwards[depth - number + 1][0])
-            more.subtract(by_category(backwards[depth - number][1]))
+        end = depth - number  # backward comes to the layers last to first
+        if end < len(backwards):
+            more = by_category(backwards[end][0])
+            more.subtract(by_category(backwards[end - 1][1]))
         found.append(Counted(kept - before, forward, more["activations"], more["gradients"]))
     return found
 
@@ -208,10 +214,6 @@ def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Modu
     layers = decoder_layers(small)
     names = {id(module): name for name, module in small.named_modules()}
     stack = small.get_submodule(names[id(layers[0])].rpartition(".")[0])
-    config = small.config.get_text_config()
     del stack[count:]
-    if len(stack) < count:  # one more than there are: what a layer keeps is read where the next one begins
-        stack.append(copy.deepcopy(stack[-1]))
-        config.layer_types = [*types, types[-1]] if (types := getattr(config, "layer_types", None)) else None
-    config.num_hidden_layers = count
+    small.config.get_text_config().num_hidden_layers = count
     return small, decoder_layers(small)

@@ -97,7 +97,7 @@ class Estimate:
     untimed: str | None
     """Why there is no speed."""
     activations_from: str
-    """ "formula", or "counted on one layer of each kind"."""
+    """ "formula", or "counted on one layer of each kind", with what the count leaves out."""
     layout: Layout
     crossings: tuple[str, ...]
     """A line for cp and for shards, where they cross nodes; with a price if that was asked for."""
@@ -257,7 +257,10 @@ def _layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) 
 
     counted = count_layers(config, model, plan)
     layers = [layer or other for layer, other in zip(known, counted, strict=True)]
-    return layers, "counted on one layer of each kind"
+    source = "counted on one layer of each kind"
+    if plan.attention.recurrent_layers:
+        source += ", whose scans see one document a row and run without a kernel"
+    return layers, source
 
 
 def _dispatch_load(step: StepMemory, *, peak: int) -> DispatchLoad | None:

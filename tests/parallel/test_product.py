@@ -54,13 +54,18 @@ def test_every_combination_trains_as_each_document_alone(kind: str, pool: Worker
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_document_sees_another(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
-    """Bit for bit, over 200 random packings.
+def test_no_document_sees_another(kind: str, cp: int, pool: WorkerPool, tmp_path: Path) -> None:
+    """Bit for bit, over 200 random packings; under cp a method takes every third of them.
 
     Every token visits every expert. Otherwise one document's routes decide how many tokens an expert multiplies at
     once, and a product rounds differently at another size.
     """
     experts = expert_count(tiny_config(kind).get_text_config())
     tiny_model_dir(kind, tmp_path, **({"num_experts_per_tok": experts} if experts else {}))
-    assert pool.run(1, leaks, tmp_path, Case(kind, attention="auto"), list(range(200)), timeout=3600) == [[]]
+    methods = METHODS if cp > 1 else ("auto",)
+    for first, method in enumerate(methods):
+        case, seeds = Case(kind, 1, cp, method=method, attention="auto"), list(range(first, 200, len(methods)))
+        assert pool.run(cp, leaks, tmp_path, case, seeds, timeout=3600) == [[]] * cp, method
