@@ -178,9 +178,10 @@ def test_they_are_planned(toml: Path, capsys: pytest.CaptureFixture[str]) -> Non
             {"lora": {"quantize": "nf4", "target_modules": ["q_proj"]}, "mesh": {"ep": 2}},
             r'^mesh.ep with lora.quantize = "nf4": is not supported; leave lora.quantize out, or use mesh.ep = 1',
         ),
-        (
+        pytest.param(
             {"lora": {"quantize": "nf4", "target_modules": ["q_proj"]}, "compile": {"enabled": True}},
             r"^compile.enabled: true with experts in 4 bits",
+            marks=needs_integers,
         ),
     ],
     ids=str,
