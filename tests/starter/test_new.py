@@ -20,11 +20,12 @@ from fsdp2kit.starter.draft import KINDS
 from fsdp2kit.starter.machine import launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
-from tests.reference import demo_model_dir
+from tests.reference import demo_model_dir, needs_integers
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
 from tools import new
 
+MARKS = {"qlora": (needs_integers,)}
 CHAT = [
     {
         "messages": [
@@ -74,7 +75,8 @@ def check(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else (pytest.mark.full, *MARKS.get(kind, ()))) for kind in KINDS],
 )
 def test_what_is_written_passes_the_check_and_trains(
     kind: str, model: Path, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +217,7 @@ def test_the_rewards_to_begin_with() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_smollm2_on_real_data(kind: str, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2KIT_SMOLLM2 and FSDP2KIT_CHAT name the model and conversations; the other rows are made."""
     given = os.environ.get("FSDP2KIT_SMOLLM2"), os.environ.get("FSDP2KIT_CHAT")
