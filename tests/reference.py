@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -260,6 +261,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+IS_5_17 = transformers.__version__.startswith("5.17.")
 needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao, of the extra lowbit")
 ADAMW_8BIT = pytest.param("adamw_8bit", marks=needs_torchao)

@@ -1,4 +1,4 @@
-"""A real vLLM serves what a run with LoRA exports, adapter and merged model, where there is one (docs/lora.md)."""
+"""A real vLLM serves what runs export, where there is one: adapters, merged models and wholes (docs/lora.md)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ImageProcessor, Gemma3Processor
 
+from tests.parts import load_class, write_whole
 from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
@@ -52,6 +53,38 @@ def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> No
             before = base(input_ids=torch.tensor([[*ids, *answers["tuned"][at]]])).logits[0, len(ids) - 1 : -1]
         changed |= before.argmax(dim=-1).tolist() != answers["tuned"][at]
     assert changed, "the adapter changes none of these answers"
+
+
+@pytest.mark.timeout(1800)
+def test_vllm_answers_as_the_whole_of_a_tuned_text_part(pool: WorkerPool, tmp_path: Path) -> None:
+    """vLLM loads the vision tower, too, for which it needs torchvision."""
+    python = path_in_environment("FSDP2KIT_VLLM_PYTHON")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # that vLLM's kernels take
+    source = write_whole("gemma3", tmp_path, max_position_embeddings=512, **heads)
+    _write_processor(source)
+    tune(pool, tmp_path, source, "optimizer.lr=1e-2")
+    served = tmp_path / "run" / "hf"
+    assert (served / "processor_config.json").read_bytes() == (source / "processor_config.json").read_bytes()
+    asked = [AutoTokenizer.from_pretrained(source)(text).input_ids for text in GREEDY]
+    options = ("--served-model-name", "whole", "--limit-mm-per-prompt", '{"image": 0}')
+    with vllm_server(python, served, tmp_path, dtype="float32", port=free_port(), options=options) as url:
+        answers = [greedy(url, "whole", ids) for ids in asked]
+    whole, before = load_class("gemma3", served), load_class("gemma3", source)
+    for ids, answer in zip(asked, answers, strict=True):
+        assert_greedy(whole, ids, answer, slack=SLACK)
+    with pytest.raises(AssertionError):  # it has learnt
+        assert_greedy(before, asked[0], answers[0], slack=SLACK)
+
+
+def _write_processor(path: Path) -> None:
+    """Give the demo's tokenizer the tokens that Gemma 3's processor, and vLLM's, look for."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    boi, eoi, image = tokenizer.convert_ids_to_tokens([129, 130, 128])
+    names = {"boi_token": boi, "eoi_token": eoi, "image_token": image}
+    tokenizer = AutoTokenizer.from_pretrained(path, extra_special_tokens=names)
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    images = Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=1).save_pretrained(path)
 
 
 def tune(pool: WorkerPool, folder: Path, model: Path, *options: str) -> None:

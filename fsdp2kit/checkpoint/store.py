@@ -203,6 +203,12 @@ class ObjectStore(CheckpointStore):
         """Where it will stay."""
         return self.path(step)
 
+    def published(self) -> list[tuple[int, Path]]:
+        """As in other stores, listed anew: some file systems keep a listing that misses what was written since."""
+        store: Any = self.root
+        store.fs.invalidate_cache()
+        return super().published()
+
     def recover(self) -> None:
         """Note for deletion what earlier saves left unfinished."""
         self._thrown_away += [p for _, p in self.published() if not is_complete(p) and (p / BEGUN).is_file()]

@@ -74,7 +74,7 @@ def know_causal_lm(config: PretrainedConfig) -> bool:
     if not is_one_class:
         return False
     AutoModelForCausalLM.register(kind, _with_head(decoder), exist_ok=True)  # it is no other library's class
-    return True
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING  # transformers 5.17 registers nothing for configs of its own
 
 
 def is_made_here(config: PretrainedConfig) -> bool:

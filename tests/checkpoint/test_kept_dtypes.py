@@ -28,7 +28,7 @@ from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import assert_equal, exported
-from tests.kept import kept_model
+from tests.kept import BEYOND_5_17, kept_model
 from tests.reference import full, slow
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
@@ -101,7 +101,7 @@ def test_a_merge_keeps_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["ernie4_5_moe", pytest.param("deepseek_v4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", pytest.param("deepseek_v4", marks=[pytest.mark.full, BEYOND_5_17])])
 def test_a_directory_that_keeps_them_becomes_a_checkpoint_and_comes_back(kind: str, tmp_path: Path) -> None:
     kept_model(kind).save_pretrained(tmp_path / "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)

@@ -183,9 +183,9 @@ def test_an_adapter_that_peft_wrote_loads_however_its_config_names_experts(start
         peft: Any = get_peft_model(
             plain, LoraConfig(r=3, lora_alpha=5, target_modules=ATTENTION, target_parameters=named)
         )
-    for parameter in (p for p in peft.parameters() if p.requires_grad):
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    peft.save_pretrained(tmp_path / "adapter")
+        for parameter in (p for p in peft.parameters() if p.requires_grad):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        peft.save_pretrained(tmp_path / "adapter")
     model = our_model(tmp_path / "base", adapter=tmp_path / "adapter")
     load_adapter(model, tmp_path / "adapter")
     torch.testing.assert_close(logits(model), logits(peft.eval()), rtol=1e-5, atol=1e-5)

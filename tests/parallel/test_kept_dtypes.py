@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
@@ -20,7 +19,7 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parity.engine import Sharded
 from tests.checkpoint.jobs import assert_equal, checkpoints_of, exported, progress_at
-from tests.kept import kept_model
+from tests.kept import BEYOND_5_17, kept_model
 from tests.parallel.jobs import Case, accumulate
 from tests.reference import LENGTH, plain_batches
 from tests.workers import WorkerPool
@@ -44,11 +43,6 @@ def step_and_save(folder: Path, case: Case, out: Path) -> dict[str, Any]:
     return {"logits": logits, "plan": sharded.plan, "checkpoint": checkpoint}
 
 
-NEEDS_5_18 = pytest.mark.skipif(
-    transformers.__version__.startswith("5.17."), reason="transformers 5.17 multiplies float32 by bfloat16 there"
-)
-
-
 def _rounded(_layer: object, args: Any, kwargs: Any) -> Any:
     def cast(value: Any) -> Any:
         return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -63,7 +57,7 @@ def _rounded(_layer: object, args: Any, kwargs: Any) -> Any:
         pytest.param("ernie4_5_moe", (), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("storage_dtype", "bfloat16"),), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("unit", "size"), ("min_params", 1)), marks=pytest.mark.full),
-        pytest.param("deepseek_v4", (), marks=[pytest.mark.full, NEEDS_5_18]),
+        pytest.param("deepseek_v4", (), marks=[pytest.mark.full, BEYOND_5_17]),
         pytest.param("olmo_hybrid", (), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("unit", "root"),), marks=pytest.mark.slow),
         pytest.param("flint", (), marks=pytest.mark.slow),

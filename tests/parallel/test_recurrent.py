@@ -36,6 +36,7 @@ from tests.parallel.test_isolation import leaks
 from tests.parallel.test_traffic import one_step
 from tests.planner.models import planned
 from tests.reference import (
+    IS_5_17,
     RECURRENT,
     beyond,
     full,
@@ -47,8 +48,10 @@ from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
+# transformers 5.17 hands the layers of LFM2 nothing of a batch: packs and cp are refused there.
+KINDS = tuple(kind for kind in RECURRENT if not (IS_5_17 and kind.startswith("lfm2")))
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "kind": tuple(RECURRENT),
+    "kind": KINDS,
     "mesh": ((1, 1), (1, 2), (2, 2), (1, 4)),  # dp, cp
     "method": ("auto", *METHODS),
     "checkpointing": (False, "full", "selective"),
@@ -70,7 +73,7 @@ def _case(row: Row) -> Case:
 
 
 COVERING = [_case(row) for row in Table(OPTIONS, _fits).covering()]
-FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(RECURRENT)}
+FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(KINDS)}
 DEFAULT = [Case("nemotron_h", 1, 2, 1, method="ring", checkpointing="selective", lr=3e-4)]
 FULL = [case for case in FIRST.values() if case not in DEFAULT]
 SLOW = [case for case in COVERING if case not in FULL]
@@ -110,7 +113,7 @@ DENSE = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "lfm2")
 
 @pytest.mark.parametrize(
     ("kind", "method", "cp"),
-    [full(kind, METHODS[at % 3], (2, 4, 1)[at % 3]) for at, kind in enumerate(DENSE)],
+    [full(kind, METHODS[at % 3], (2, 4, 1)[at % 3]) for at, kind in enumerate(DENSE) if kind in KINDS],
 )
 def test_no_document_sees_another(kind: str, method: Any, cp: int, pool: WorkerPool, models: Path) -> None:
     """Random packings, bit for bit: 200 in all."""
@@ -245,7 +248,8 @@ def measure_costs(kind: str, method: Method | None, cp: int, starts: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "cp"), [("qwen3_5", "ulysses", 2), full("bamba", "ring", 4), full("lfm2", "allgather", 2)]
+    ("kind", "method", "cp"),
+    [("qwen3_5", "ulysses", 2), full("bamba", "ring", 4), *[full("lfm2", "allgather", 2)] * ("lfm2" in KINDS)],
 )
 def test_memory_is_shared_out_and_traffic_is_as_planned(kind: str, method: Method, cp: int, pool: WorkerPool) -> None:
     for starts in ([0, LENGTH], [0, 100, 500, LENGTH]):

@@ -19,7 +19,7 @@ from fsdp2kit.rl.packing import pack
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
-from tests.reference import DEMO, full, tiny_model
+from tests.reference import DEMO, IS_5_17, full, tiny_model
 from tests.rl.made_up import make_rollouts, plain_log_probs
 from tests.workers import WorkerPool
 
@@ -41,7 +41,8 @@ def requests(*lengths: int, seed: int = 0) -> list[Request]:
     ]
 
 
-HYBRID = ("qwen3_moe", "lfm2", "qwen3_next", "nemotron_h", "falcon_h1", "gpt_oss", "gemma3n")
+HYBRID = ["qwen3_moe", "lfm2", "qwen3_next", "nemotron_h", "gpt_oss", "gemma3n"]
+HYBRID += [] if IS_5_17 else ["falcon_h1"]  # whose mask transformers 5.17 makes for another length
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "gemma3", "granitemoehybrid", *map(full, HYBRID)])

@@ -38,7 +38,9 @@ def lengths(completion_ids, **_):
     return [len(ids) or None for ids in completion_ids]
 
 def raises(completions, **_):
-    return [1 / (one[0]["content"] != "b") for one in completions]
+    for one in completions:
+        last = 1 / (one[0]["content"] != "b")
+    return [last] * len(completions)
 
 def _inverse(text):
     return 1 / (text != "bad\\nanswer")
@@ -104,7 +106,7 @@ def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r'by zero \(.*mine\.py:18\), given response 2 of 3: prompt "Say a", completion "b"; mend'),
+        ("raises", r'by zero \(.*mine\.py:19\), given response 2 of 3: prompt "Say a", completion "b"; mend'),
         ("hangs", r"did not answer within 0\.5 s; mend it, or give it more time"),
         ("is_nan", r'returned nan for response 3 of 3: prompt "Say a", completion "a"; return finite'),
         ("too_few", r"returned 1 rewards for 3 responses; return one"),

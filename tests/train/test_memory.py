@@ -38,7 +38,7 @@ def test_each_phase_has_its_own_peak() -> None:
     found = [phases.phases[phase] for phase in PHASES]
     assert found[1] - found[0] == pytest.approx(2 * BLOCK, abs=ROOM)
     assert found[2] - found[0] == pytest.approx(BLOCK, abs=ROOM)
-    assert phases.highest - found[1] == pytest.approx(BLOCK, abs=ROOM)
+    assert phases.highest - found[1] > BLOCK - ROOM  # it is the process's, which may have held more before
 
 
 @linux
