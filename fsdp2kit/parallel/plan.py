@@ -261,6 +261,9 @@ def _check_model(
     check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or config.mesh.cp > 1)
     check_positions(model, traits, seq_len=config.data.seq_len)
     if (whole := whole_of(model)) is not None:
+        if traits.no_twin:
+            what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_twin}"
+            raise UserError("model.path", what, "use a text model")
         traits.once("whole", lambda twin: check_same_logits(whole, twin))
         if engine is not None and not engine.embedded:
             what = f"a server would be sent the text part of {type(whole.model).__name__} alone"

@@ -54,14 +54,12 @@ def try_recurrent(model: PreTrainedModel, traits: Traits, *, cp: int = 1) -> str
     """Why the recurrent layers cannot keep packed documents apart. None: they can, or the model has no such layers."""
     if not find_recurrent(model):
         return None
-    return traits.once(("recurrent", cp), partial(_find_leak, cp=cp))
+    return traits.no_twin or traits.once(("recurrent", cp), partial(_find_leak, cp=cp))
 
 
 @torch.no_grad()
-def _find_leak(twin: PreTrainedModel | None, *, cp: int) -> str | None:
+def _find_leak(twin: Any, *, cp: int) -> str | None:
     """Compare packed documents with each alone, scanned with a share of the heads at a time; then change one."""
-    if twin is None:
-        return "no small copy of it could be tried"
     ids, positions = torch.arange(2, 34)[None], torch.cat([torch.arange(n) for n in (11, 13, 8)])[None]
     other = torch.where((positions == 0).cumsum(1) == 2, ids + 1, ids)
     path = AttentionPath(None, "eager", recurrent_layers=1)
