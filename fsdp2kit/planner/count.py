@@ -125,7 +125,8 @@ def _count(
     names = ", ".join(sorted({type(layer).__name__ for layer in decoder_layers(model)}))
     what = f"the memory of {names} is not planned: it goes through its tokens in a loop, for lack of a kernel"
     bounded = _Bounded(UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length"))
-    small, layers = _first_layers(model, depth)
+    # The layer after them, if there is one: where it begins, all that is passing of the one before is gone.
+    small, layers = _first_layers(model, depth + 1)
     inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
     # Where each layer begins and the last one ends: kept so far; the most at once since the entry before, beside it.
     entries: list[tuple[int, int]] = []
@@ -171,7 +172,7 @@ def _count(
     found = []
     for number in range(depth):
         (before, _), (kept, forward), more = entries[number], entries[number + 1], Counter[str]()
-        end = depth - number  # backward comes to the layers last to first
+        end = len(layers) - number  # backward comes to the layers last to first
         if end < len(backwards):
             more = by_category(backwards[end][0])
             more.subtract(by_category(backwards[end - 1][1]))
@@ -209,11 +210,11 @@ def _make_ready(
 
 
 def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Module]]:
-    """A copy of a meta model with its first ``count`` decoder layers alone, and those layers."""
+    """A copy of a meta model with its first ``count`` decoder layers alone (or all), and those layers."""
     small: Any = copy.deepcopy(model)
     layers = decoder_layers(small)
     names = {id(module): name for name, module in small.named_modules()}
     stack = small.get_submodule(names[id(layers[0])].rpartition(".")[0])
     del stack[count:]
-    small.config.get_text_config().num_hidden_layers = count
+    small.config.get_text_config().num_hidden_layers = len(stack)
     return small, decoder_layers(small)
