@@ -130,9 +130,8 @@ def _count(
     inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
     # Where each layer begins and the last one ends: kept so far; the most at once since the entry before, beside it.
     entries: list[tuple[int, int]] = []
-    backwards: list[
-        tuple[Snapshot, Snapshot]
-    ] = []  # where a layer's backward begins: the peak before it; what is left
+    # Where a layer's backward begins: the peak before it; what is left.
+    backwards: list[tuple[Snapshot, Snapshot]] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations, bounded:
         materialize(small, device=torch.device("cpu"))
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
