@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.experts import are_experts, expert_weights, find_experts, unlike_experts
-from fsdp2kit.model.grouped_experts import compute_experts, grouped_product, multiply
+from fsdp2kit.model.grouped_experts import compute_experts, grouped_mm, multiply
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, to_file_names
 
 ALL_EXPERTS = "experts"
@@ -104,8 +104,8 @@ def _of_adapter(x: Tensor, wrapper: Any, ends: Tensor) -> Tensor:
     """
     num_experts = wrapper.get_base_layer().num_experts
     a, b = _factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, num_experts)
-    low = grouped_product(x, a.transpose(1, 2), ends)
-    return wrapper.scaling[ADAPTER] * grouped_product(low, b.transpose(1, 2).contiguous(), ends)
+    low = grouped_mm(x, a.transpose(1, 2), ends)
+    return wrapper.scaling[ADAPTER] * grouped_mm(low, b.transpose(1, 2).contiguous(), ends)
 
 
 def _factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

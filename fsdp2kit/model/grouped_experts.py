@@ -20,7 +20,8 @@ from fsdp2kit.model.nf4 import NF4Layout, level_pairs
 Product = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """From a weight's name, vectors ``[S, in]`` sorted by expert, each one's expert ``[S]``, and where each expert's
 vectors end ``[E]``, to their products ``[S, out]``."""
-_ALIGNED = 16  # bytes, of whose multiples torch's grouped products want rows to be
+ALIGNED = 16
+"""torch's grouped products want rows of a multiple of so many bytes."""
 
 
 def compute_experts(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, product: Product) -> Tensor:
@@ -53,18 +54,18 @@ def multiply(experts: Any, name: str, x: Tensor, visited: Tensor, ends: Tensor) 
     if isinstance(experts, NF4Experts):
         out = _Product.apply(x, weight, experts.pairs, ends, experts.layouts[name], experts.is_transposed)
     else:
-        out = grouped_product(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
+        out = grouped_mm(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
     return out + experts.get_parameter(f"{name}_bias")[visited] if experts.has_bias else out
 
 
-def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each group's rows times its own matrix: ``[S, in]`` and ``[E, in, out]`` → ``[S, out]``.
+def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """torch's, for matrices of any sides: ``[S, in]`` and ``[E, in, out]`` → ``[S, out]``.
 
     Args:
         ends: where the rows of each group end, ``[E]``.
     """
     before, after = matrices.shape[1:]
-    multiple = _ALIGNED // x.element_size()
+    multiple = ALIGNED // x.element_size()
     missing = -before % multiple, -after % multiple  # zeros, which add nothing
     if not any(missing):
         return F.grouped_mm(x, matrices, offs=ends)
@@ -126,11 +127,11 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(stored, pairs, ends)
         ctx.layout, ctx.is_transposed = layout, is_transposed
         weight = layout.unpack(stored, pairs, x.dtype)
-        return grouped_product(x, weight if is_transposed else weight.transpose(1, 2), ends)
+        return grouped_mm(x, weight if is_transposed else weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         stored, pairs, ends = ctx.saved_tensors
         weight = ctx.layout.unpack(stored, pairs, gradients[0].dtype)
-        of_x = grouped_product(gradients[0], weight.transpose(1, 2) if ctx.is_transposed else weight, ends)
+        of_x = grouped_mm(gradients[0], weight.transpose(1, 2) if ctx.is_transposed else weight, ends)
         return of_x, None, None, None, None, None

@@ -76,7 +76,7 @@ class Traits:
     _twin: PreTrainedModel | None = field(repr=False)
     _outcomes: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, key: Hashable, trial: Callable[[PreTrainedModel | None], T]) -> T:
+    def once(self, key: Hashable, trial: Callable[[Any], T]) -> T:
         """The outcome of trying something on a copy of the twin (None where there is none), remembered by ``key``."""
         if key not in self._outcomes:
             self._outcomes[key] = trial(self.twin())

@@ -173,7 +173,7 @@ def _refused(whole: type[Any], what: str) -> UserError:
 
 
 @torch.no_grad()
-def check_same_logits(whole: Whole, twin: Any) -> None:
+def check_same_logits(whole: Whole, twin: PreTrainedModel) -> None:
     """Refuse a whole that computes other logits of text than its text part, tried on the small twin of that part.
 
     Args:

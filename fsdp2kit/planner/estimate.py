@@ -259,7 +259,7 @@ def _layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) 
     layers = [layer or other for layer, other in zip(known, counted, strict=True)]
     source = "counted on one layer of each kind"
     if plan.attention.recurrent_layers:
-        source += ", whose scans see one document a row and run without a kernel"
+        source += ", as if each row were one document and scans had no kernel"
     return layers, source
 
 

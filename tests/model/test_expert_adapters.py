@@ -98,7 +98,7 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=torch.arange(40)[None] * 7 % 60 + 2, use_cache=False).logits
 
 
-# Sides of which no row has whole 16 bytes; transformers' own grouped forward does not take them.
+# Rows of these sizes are no multiple of 16 bytes. transformers' grouped forward refuses them.
 ODD: dict[str, Any] = {
     "hidden_size": 34,
     "moe_intermediate_size": 18,

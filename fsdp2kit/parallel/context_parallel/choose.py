@@ -208,7 +208,7 @@ def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str
     return traits.no_twin or traits.once(key, lambda twin: _find_difference(twin, path, cp=ranks, pack=pack))
 
 
-def _find_difference(twin: Any, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
     """Compare the twin's own eager attention to each document alone with that of ``path``, which it is then given."""
     lengths = (11, 13, 8) if pack else (32,)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

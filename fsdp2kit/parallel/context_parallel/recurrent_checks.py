@@ -58,7 +58,7 @@ def try_recurrent(model: PreTrainedModel, traits: Traits, *, cp: int = 1) -> str
 
 
 @torch.no_grad()
-def _find_leak(twin: Any, *, cp: int) -> str | None:
+def _find_leak(twin: PreTrainedModel, *, cp: int) -> str | None:
     """Compare packed documents with each alone, scanned with a share of the heads at a time; then change one."""
     ids, positions = torch.arange(2, 34)[None], torch.cat([torch.arange(n) for n in (11, 13, 8)])[None]
     other = torch.where((positions == 0).cumsum(1) == 2, ids + 1, ids)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp2kit.model.grouped_experts import ALIGNED
 from fsdp2kit.parallel.expert_parallel.exchange import Routing, plan_exchange
 
 
@@ -163,8 +164,8 @@ def grouped_product(
 
 
 def _has_grouped_kernel(x: Tensor, *sides: int) -> bool:
-    """Whether torch multiplies groups in one kernel: in bfloat16 on a device, with sides of whole 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and all(side % 8 == 0 for side in sides)
+    """Whether torch multiplies groups in one kernel: in bfloat16 on a device, with sides that it takes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and all(side * x.element_size() % ALIGNED == 0 for side in sides)
 
 
 def _gradients(x: Tensor, grad: Tensor, routing: Routing, kind: ExpertKind, wanted: Sequence[bool]) -> list[Tensor]:
