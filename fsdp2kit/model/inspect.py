@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.layer_functions import use_no_kernels
 
 T = TypeVar("T")
 
@@ -413,6 +414,7 @@ def _build_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
         torch.manual_seed(0)
         config = shrink_config(model.config, narrow=narrow)
         twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        use_no_kernels(twin)
         # Larger weights than the usual 0.02: attention would be all but uniform, and leaks between documents would be
         # lost in rounding.
         for parameter in twin.parameters():

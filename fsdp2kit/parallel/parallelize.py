@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
+from fsdp2kit.model.layer_functions import use_no_kernels
 from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -44,6 +45,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
             apply_float8(plan.float8, model)
         if plan.nf4 is not None:
             apply_nf4(plan.nf4, model)
+    if mesh.device.type == "cpu":
+        use_no_kernels(model)
     apply_attention(model, plan.attention, group=mesh.cp_group)
     if plan.experts is not None and mesh.experts is not None:
         deal_out(model, plan.experts, mesh=mesh.experts)

@@ -24,6 +24,7 @@ from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.flops import head_widths
 from fsdp2kit.model.inspect import backbone_name
+from fsdp2kit.model.layer_functions import use_no_kernels
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs
@@ -190,6 +191,7 @@ def _make_ready(
     dtype = getattr(torch, plan.fsdp.param_dtype)
     small.to(dtype)
     cast_model(small, dtype)  # some of it stays in float32
+    use_no_kernels(small)
     if plan.nf4 is not None:
         apply_nf4(plan.nf4, small)
     if plan.experts is not None:

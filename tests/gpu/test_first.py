@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2kit import distributed, run
 from fsdp2kit.bench.harness import missing_packages
+from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import demo_model_dir
 
@@ -162,3 +163,19 @@ def test_a_run_goes_on_from_an_asynchronous_save_and_exports(offload: str, tmp_p
     assert resumed[-1]["loss"] == pytest.approx(straight[-1]["loss"], rel=1e-2)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "resumed/hf")
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="a CPU has no allocator with a limit")
+def test_out_of_memory_is_explained(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + 600 * 2**20
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(RunFailure) as failure:
+            train(tmp_path, "data.seq_len=32768", "train.micro_batch_size=2")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    assert "out of memory" in str(failure.value)
+    assert "activation_checkpointing.mode" in str(failure.value)
+    assert (tmp_path / "trace/oom-00000.pickle").stat().st_size > 0

@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import World
+from fsdp2kit.distributed import World, local_part
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
+from fsdp2kit.rl.sleep import sleep, wake_up
 from fsdp2kit.train.step import GlobalBatch, next_batch
 from fsdp2kit.train.throughput import PhaseMemory
 from tests.host_syncs import count_host_syncs
@@ -228,6 +232,23 @@ def test_each_phase_has_its_own_peak(world: World) -> None:
     assert {phase: (peak - base) / 2**20 for phase, peak in phases.phases.items()} == sizes
     assert phases.highest >= base + 192 * 2**20
     assert syncs.count == 0
+
+
+def test_what_sleeps_is_free_for_others(world: World) -> None:
+    """What the allocator has reserved counts, not the driver's free memory, of which other processes take."""
+    layers = [nn.Linear(16384, 16384, bias=False, device=world.device) for _ in range(4)]
+    model = fully_shard(nn.Sequential(*layers), mesh=init_device_mesh("cuda", (1,)))
+    before = [local_part(parameter).double().sum().item() for parameter in model.parameters()]
+    torch.cuda.empty_cache()
+    awake = torch.cuda.memory_reserved()
+
+    moved = sleep(model, None)
+    asleep = torch.cuda.memory_reserved()
+    wake_up(model)
+
+    assert moved.nbytes == 4 * 2**30
+    assert awake - asleep == 4 * 2**30
+    assert [local_part(parameter).double().sum().item() for parameter in model.parameters()] == before
 
 
 DETERMINISTIC_RUN = """

@@ -1,8 +1,8 @@
 """Layers that carry a state along the sequence: short convolutions, the gated delta rule, Mamba-2.
 
 Everything in such a layer treats tokens one by one, but for a causal convolution over a few tokens and a scan. Both
-are functions that transformers' layers call by name, so these two alone are replaced, in a copy of the layer's
-``forward`` with names of its own: other models of the same class keep theirs.
+are functions that transformers' layers call by name, so these two alone are replaced
+(`fsdp2kit.model.layer_functions`).
 
 * Documents of a pack stay apart: `fsdp2kit.parallel.context_parallel.borders` lays them out for the model's own
   functions.
@@ -28,7 +28,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +35,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from fsdp2kit.model.layer_functions import Function, functions_of, transformers_own, use_functions
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.exchange import HeadShare, all_to_all, share_heads
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_chunks, in_order, take_chunks
-
-Function = Callable[..., Any]
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = "mamba2_split_conv1d_scan_combined"
@@ -162,14 +160,7 @@ class RecurrentShape:
 def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose ``forward`` calls functions that this file knows, by name."""
     known = {CONVOLUTION, *SCANS}
-    return {name: module for name, module in model.named_modules() if known & {*_plain_forward(module)[0]}}
-
-
-def _plain_forward(module: nn.Module) -> tuple[tuple[str, ...], Any]:
-    """The names that a module's ``forward`` looks up, and that function without what wraps it."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return (code.co_names if code else ()), forward
+    return {name: module for name, module in model.named_modules() if known & functions_of(module).keys()}
 
 
 def apply_recurrent(model: PreTrainedModel, exchange: Exchange) -> None:
@@ -179,33 +170,25 @@ def apply_recurrent(model: PreTrainedModel, exchange: Exchange) -> None:
     as a keyword argument of the model's forward.
     """
     for module in find_recurrent(model).values():
-        names, _ = _plain_forward(module)
-        scope = vars(inspect.getmodule(_plain_forward(module)[1]))
+        theirs = functions_of(module)
         functions: dict[str, Function] = {
-            name: partial(_scan, scope[name], scan, exchange) for name, scan in SCANS.items() if name in names
+            name: partial(_scan, theirs[name], scan, exchange) for name, scan in SCANS.items() if name in theirs
         }
-        if CONVOLUTION in names:
-            functions[CONVOLUTION] = partial(_convolve, scope[CONVOLUTION], exchange)
-        if FUSED in names:
+        if CONVOLUTION in theirs:
+            functions[CONVOLUTION] = partial(_convolve, theirs[CONVOLUTION], exchange)
+        if FUSED in theirs:
             functions[FUSED] = lambda *_, **__: None
         use_functions(module, functions)
-
-
-def use_functions(module: nn.Module, functions: Mapping[str, Function]) -> None:
-    """Let ``module`` call ``functions`` in place of those of its file with these names."""
-    _, forward = _plain_forward(module)
-    # torch.compile takes the names of a scope without __name__ from the scope itself, not from the module.
-    scope = {**forward.__globals__, **functions}
-    del scope["__name__"]
-    own = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    vars(module)["forward"] = MethodType(own, module)
 
 
 def _needed(borders: Borders | None) -> Borders:
     if borders is None:
         raise ValueError("recurrent layers need `borders`; slice_batch makes them")
     return borders
+
+
+def _for_device_of(tensor: Tensor, function: Function) -> Function:
+    return function if tensor.is_cuda else transformers_own(function)
 
 
 def _convolve(
@@ -228,6 +211,7 @@ def _convolve(
         ``[B, C, s]``.
     """
     borders = _needed(borders)
+    original = _for_device_of(hidden_states, original)
     if exchange.group is None and borders.are_rows:
         return original(hidden_states, weight, bias, activation=activation)
     batch, channels, length = hidden_states.shape
@@ -252,6 +236,7 @@ def _scan(
     borders = _needed(borders)
     names = list(inspect.signature(original).parameters)
     given = {**dict(zip(names, args, strict=False)), **{n: value for n, value in kwargs.items() if n in names}}
+    original = _for_device_of(given[scan.heads[0]], original)
     is_pair = False
 
     def call(tensors: Sequence[Tensor], share: HeadShare) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits
+from fsdp2kit.model.layer_functions import functions_of, transformers_own, use_functions
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.context_parallel.recurrent import (
@@ -24,7 +25,6 @@ from fsdp2kit.parallel.context_parallel.recurrent import (
     RecurrentShape,
     apply_recurrent,
     find_recurrent,
-    use_functions,
 )
 
 
@@ -93,7 +93,7 @@ def measure(module: nn.Module, model: PreTrainedModel, *, dtype: torch.dtype = t
         dtype: of its computation.
     """
     stand_in = copy.deepcopy(module).to("meta", dtype)
-    scope = inspect.unwrap(type(module).forward).__globals__
+    own = {name: transformers_own(each) for name, each in functions_of(module).items()}
     found: dict[str, int] = {}
 
     def convolve(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
@@ -101,18 +101,18 @@ def measure(module: nn.Module, model: PreTrainedModel, *, dtype: torch.dtype = t
         return hidden_states
 
     def scan(name: str, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(inspect.signature(scope[name]).parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(inspect.signature(own[name]).parameters, args, strict=False)), **kwargs}
         heads, groups = ([given[one] for one in names] for names in (SCANS[name].heads, SCANS[name].groups))
         found["heads"] = heads[0].shape[2]
         found["groups"] = groups[0].shape[2] if groups else found["heads"]
         found["of_head"] = sum(tensor[0, 0, 0].nbytes for tensor in heads)
         found["of_group"] = sum(tensor[0, 0, 0].nbytes for tensor in groups)
         found["dtypes"] = len({tensor.dtype for tensor in heads + groups})
-        result = scope[name](*args, **kwargs)
+        result = own[name](*args, **kwargs)
         found["of_output"] = (result[0] if isinstance(result, tuple) else result)[0, 0, 0].nbytes
         return result
 
-    scans = {name: partial(scan, name) for name in SCANS if name in scope}
+    scans = {name: partial(scan, name) for name in SCANS if name in own}
     use_functions(stand_in, {CONVOLUTION: convolve, FUSED: lambda *_, **__: None, **scans})
     hidden = torch.empty((1, 8, model.config.get_text_config().hidden_size), dtype=dtype, device="meta")
     stand_in.forward(hidden)
