@@ -18,6 +18,7 @@ from fsdp2kit import __main__ as command
 from fsdp2kit import run
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.errors import tool_command
+from tests.reference import full
 from tools import schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,12 +131,12 @@ def test_convert_says_what_it_does_in_both_directions(capsys: pytest.CaptureFixt
     [
         ([], {}, "on 2 ranks (the fewest ranks that [mesh] allows; --world-size N checks another number), checked in"),
         (["--world-size", "8"], {}, "on 8 ranks, checked in"),
-        (["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
-        ([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
-        (["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
+        full(["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
+        full([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
+        full(["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
         (["--world-size", "16"], {}, "on 16 ranks; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise), checked in"),
-        (["--world-size", "16"], {"LOCAL_WORLD_SIZE": "4"}, "on 16 ranks, checked in"),
-        (["mesh.cp=1"], {}, "on 1 rank (the fewest"),
+        full(["--world-size", "16"], {"LOCAL_WORLD_SIZE": "4"}, "on 16 ranks, checked in"),
+        full(["mesh.cp=1"], {}, "on 1 rank (the fewest"),
     ],
 )
 def test_a_check_needs_no_ranks(
@@ -182,6 +183,7 @@ def test_messages_name_tools_as_the_user_starts_them(monkeypatch: pytest.MonkeyP
     assert tool_command("overlap_report") == "fsdp2kit overlap-report"
 
 
+@pytest.mark.full
 def test_no_message_names_a_tool_in_another_way() -> None:
     for path in (ROOT / "fsdp2kit").rglob("*.py"):
         if path.name == "errors.py":

@@ -94,6 +94,7 @@ def test_compiled_layers_learn_the_same(run: Run, tmp_path: Path) -> None:
     assert worst_relative([line["loss"] for line in compiled], [line["loss"] for line in plain]) < 1e-4
 
 
+@pytest.mark.full
 def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     other = shutil.copytree(toml.parent / "teacher", tmp_path / "other")
     file = json.loads((other / "tokenizer.json").read_text())

@@ -185,6 +185,7 @@ def refuse_here(directory: str) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_every_rank_gets_the_same(pool: WorkerPool, tmp_path: Path) -> None:
     one, other = pool.run(2, run_here, str(tmp_path / "run"))
     assert one == other

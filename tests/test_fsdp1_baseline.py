@@ -200,6 +200,7 @@ def test_strategies(strategy: Any, reshard: bool | None, replicas: int, expected
     assert sharding_strategy(section, sizes=sizes) is expected
 
 
+@pytest.mark.full
 def test_the_recipe_trains_evaluates_and_keeps_weights_and_tokenizer(
     pool: WorkerPool, toml: Path, tmp_path: Path
 ) -> None:

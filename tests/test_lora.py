@@ -203,6 +203,7 @@ def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weight
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.items())
 
 
+@pytest.mark.full
 def test_training_goes_on_from_an_adapter(
     straight: Path, run: Run, toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_an_adapter_answers(straight: Path, model_dir: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == f"> {question}\n{answer}\n"
 
 
+@pytest.mark.full
 def test_prompts_are_answered_and_dropout_can_be_waived(run: Run, tmp_path: Path) -> None:
     waived = ("lora.dropout=0.1", "preflight.allow=['dropout']")
     prompts = ("eval.prompts=['Hi']", "eval.max_new_tokens=2")

@@ -129,6 +129,7 @@ def test_ratios() -> None:
     assert row["losses_agree"] is None
 
 
+@pytest.mark.full
 def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
     done = tool(
         *("--model", str(chat_model), "--data", str(DEMO / "chat.jsonl"), "--peers", "handwritten", "--rounds", "2"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference import DEMO, demo_model_dir
+from tests.reference import DEMO, demo_model_dir, full
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
 
@@ -22,7 +22,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model_dir(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("recipe", DATA)
+@pytest.mark.parametrize("recipe", ["sft", *(full(recipe) for recipe in DATA if recipe != "sft")])
 def test_a_run_says_what_memory_was_planned_and_measured(
     recipe: str, model_dir: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:

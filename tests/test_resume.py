@@ -122,7 +122,12 @@ def test_losses_move_at_all(straight: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "mesh"),
-    [full("dp2", 2, CP2), slow("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
+    [
+        full("dp2", 2, CP2),
+        slow("cp2", 2, DP2),
+        ("dp2", 1, ()),
+        full("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard")),
+    ],
 )
 def test_resumed_on_another_mesh_the_numbers_agree(
     name: str, size: int, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path
@@ -177,6 +182,7 @@ def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
     return "it went on"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_failed_save_stops_the_run_with_its_cause(
     is_async: str, pool: WorkerPool, toml: Path, straight: dict[str, Path], run: Run, tmp_path: Path
@@ -267,6 +273,7 @@ def test_an_export_is_the_checkpoint_cast(
     assert not any(torch.equal(before[key], stored[key]) for key in before if before[key].ndim == 2), "it was trained"
 
 
+@pytest.mark.full
 def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
     """A longer run that died between its last checkpoint and its export, and one that asks for another dtype."""
     directory = _interrupted(straight["dp2"], tmp_path / "run", step=10)
@@ -305,6 +312,7 @@ def test_epochs(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     assert tokens[:3] != tokens[3:], "shuffled anew"
 
 
+@pytest.mark.full
 def test_out_of_time_it_keeps_what_it_has(run: Run, tmp_path: Path) -> None:
     short = ("lr_schedule.warmup_steps=0", "checkpoint.every=0", *CP2)  # it may get no further than one step
     directory = run(tmp_path / "run", 2, "train.steps=1000000", "run.max_minutes=0.02", *short)

@@ -31,6 +31,7 @@ def rows_of(**options: Any) -> list[dict[str, Any]]:
     return result["rows"]
 
 
+@pytest.mark.full
 def test_counts_follow_their_formulae() -> None:
     """With 16 ranks sharded over 8, 64 over 8, and 8 over all."""
     found = rows_of(ranks=(8, 16, 64), shards=8, cp=CP, model="tiny")

@@ -131,6 +131,7 @@ def test_a_text_part_learns_from_rewards(kind: str, cp: int, pool: WorkerPool, t
     assert all(map(is_text, changed))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(("kind", "cp"), ADAPTERS)
 def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_peft_reads_an_adapter_on_the_whole(kind: str, cp: int, pool: WorkerPool
     assert all(torch.equal(one, again[name]) for name, one in stored(adapter).items())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("saved", [["norm", "lm_head"], ["model.norm", "lm_head"]])
 def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_path: Path) -> None:
@@ -345,6 +347,7 @@ def test_older_names_and_what_no_class_reads_stay(tmp_path: Path) -> None:
     assert (config["dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
 
 
+@pytest.mark.full
 def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path: Path) -> None:
     toml = write_toml("gemma3", tmp_path)
     image = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "What is it?"}]

@@ -157,6 +157,7 @@ def test_a_rank_that_waits_for_others_ends_when_torchrun_is_killed(tmp_path: Pat
         end(rank)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_without_torchrun_outlives_what_started_it(tmp_path: Path) -> None:
     """A shell, srun or nohup may end first."""

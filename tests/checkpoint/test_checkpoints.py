@@ -30,6 +30,7 @@ from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import jobs
+from tests.reference import full
 from tests.workers import WorkerPool
 
 
@@ -52,7 +53,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("tied", "replicate"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(("tied", "replicate"), [(True, 1), full(False, 2)])
 def test_state_survives_any_change_of_world_size(pool: WorkerPool, tmp_path: Path, tied: bool, replicate: int) -> None:
     saved = pool.run(2, jobs.train_and_save, tmp_path, tied=tied, replicate=replicate)[0]
 
@@ -378,7 +379,7 @@ def test_a_runs_directory_is_no_checkpoint(tmp_path: Path) -> None:
         dcp_to_hf(tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("flipped", [0, 1])
+@pytest.mark.parametrize("flipped", [full(0), 1])
 def test_ranks_check_their_shares_and_agree(pool: WorkerPool, tmp_path: Path, flipped: int) -> None:
     for step in (1, 2):
         pool.run(2, jobs.train_and_save, tmp_path / str(step), tied=True, replicate=1)

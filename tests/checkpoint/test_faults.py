@@ -18,6 +18,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_chaos import TOML
 from tests.checkpoint.test_checkpoints import flip, names, saved_alone, truncate
+from tests.reference import full
 from tests.workers import WorkerPool, ending, start_ranks
 
 
@@ -57,7 +58,7 @@ def test_a_manifest_that_one_rank_cannot_read_ends_the_export_on_all(pool: Worke
         assert then == "exported"
 
 
-@pytest.mark.parametrize("is_async", ["false", "true"])
+@pytest.mark.parametrize("is_async", [full("false"), "true"])
 def test_a_run_whose_disk_fills_ends_in_one_line(small_disk: Path, tmp_path_factory: Any, is_async: str) -> None:
     """Two ranks; there is room for two checkpoints, and a third is due."""
     folder = tmp_path_factory.mktemp("logs")

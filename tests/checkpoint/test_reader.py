@@ -100,6 +100,7 @@ def test_empty_tensors_are_read(tmp_path: Path) -> None:
     assert_reads(tmp_path / "dcp", {"empty": torch.zeros(0, 4)})
 
 
+@pytest.mark.full
 def test_a_large_tensor_takes_the_memory_of_a_block(tmp_path: Path) -> None:
     dcp.save({"large": torch.ones(1 << 14, 1 << 12)}, checkpoint_id=tmp_path / "dcp", no_dist=True)  # 256 MiB
     stored = opened(tmp_path / "dcp")

@@ -28,6 +28,7 @@ from tests.checkpoint import jobs
 from tests.checkpoint.jobs import exported
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
 from tests.checkpoint.test_convert import tool
+from tests.reference import full
 from tests.workers import WorkerPool
 
 
@@ -240,7 +241,7 @@ def save_export_and_resume(bucket: Path, is_async: bool) -> tuple[dict[str, np.n
     return before, jobs.full_state(model, optimizer)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [full(False), True])
 def test_a_run_saves_to_a_store_exports_to_one_and_resumes(pool: WorkerPool, tmp_path: Path, is_async: bool) -> None:
     results = pool.run(2, save_export_and_resume, tmp_path, is_async)
     for before, after in results:

@@ -33,6 +33,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.checkpoint import jobs
+from tests.reference import full
 from tests.workers import WorkerPool
 
 Items = list[tuple[str, tuple[int, ...], int]]
@@ -77,7 +78,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [full(1), 2])
 def test_each_part_is_planned_by_one_of_its_holders(replicate: int, pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(4, plan_and_save, tmp_path / "saved", replicate)
     parts = Counter((name, offset) for own, _, _ in found for name, offset, _ in own)
@@ -154,10 +155,10 @@ def _save_in_three_ways(folder: Path, sections: dict[str, Any]) -> tuple[int, in
     ("ranks", "sections"),
     [
         (4, {"fsdp": {"strategy": "full_shard"}, "mesh": {"cp": 2}}),
-        (3, {"fsdp": {"strategy": "full_shard"}, "lora": {"rank": 4}}),
-        (4, {"fsdp": {"strategy": "hybrid_shard"}, "mesh": {"dp_replicate": 2}}),
-        (2, {"fsdp": {"strategy": "no_shard"}}),
-        (2, {"fsdp": {"strategy": "full_shard"}, "optimizer": {"name": "adamw_8bit"}}),
+        full(3, {"fsdp": {"strategy": "full_shard"}, "lora": {"rank": 4}}),
+        full(4, {"fsdp": {"strategy": "hybrid_shard"}, "mesh": {"dp_replicate": 2}}),
+        full(2, {"fsdp": {"strategy": "no_shard"}}),
+        full(2, {"fsdp": {"strategy": "full_shard"}, "optimizer": {"name": "adamw_8bit"}}),
     ],
     ids=["cp", "uneven adapters", "hybrid", "not sharded", "8 bits"],
 )

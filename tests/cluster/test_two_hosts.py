@@ -84,6 +84,7 @@ def assert_goes_on(hosts: Hosts, single: Outcome) -> None:
     assert outcome(hosts.folder / "run") == single
 
 
+@pytest.mark.full
 def test_two_hosts_have_the_numbers_of_one(hosts: Hosts, single: Outcome) -> None:
     """dp across the hosts, cp within each."""
     job = start(hosts)

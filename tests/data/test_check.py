@@ -129,6 +129,7 @@ def test_a_teacher_is_looked_at(tmp_path: Path) -> None:
         lines_of(tmp_path, distill.Config, distill={"teacher": str(other)})
 
 
+@pytest.mark.full
 def test_reward_functions_are_imported_and_take_the_columns(tmp_path: Path) -> None:
     rows = write(tmp_path / "prompts.jsonl", {"prompt": "Hi", "answer": "1"})
     for text, message in (

@@ -62,7 +62,7 @@ def _strategy(name: str, replicate: int) -> dict[str, Any]:
         ("FULL_SHARD", 2, 1, 1 / 2, {"g": UNITS + LAYERS, "r": UNITS}),
         full("SHARD_GRAD_OP", 2, 1, 1 / 2, {"g": UNITS, "r": UNITS}),
         # Every rank holds all of the optimizer's state: this is DDP, and no ZeRO.
-        ("NO_SHARD", 2, 2, 1, {"a": UNITS}),
+        full("NO_SHARD", 2, 2, 1, {"a": UNITS}),
         full("HYBRID_SHARD", 4, 2, 1 / 2, {"g": UNITS + LAYERS, "r": UNITS, "a": UNITS}),
         full("_HYBRID_SHARD_ZERO2", 4, 2, 1 / 2, {"g": UNITS, "r": UNITS, "a": UNITS}),
     ],

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from tests.migrate.jobs import LAYERS, TOKENS, Schedule, difference, fsdp1, fsdp2, loss, own, plain, quiet, whole
+from tests.reference import full
 from tests.workers import WorkerPool
 
 TIGHT = 1e-5
@@ -116,7 +117,7 @@ def _optimizer_states(name: str, from_fsdp1: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "from_fsdp1", "fields"),
     # On the CPU, FSDP1 gathers both of Adam's moments into one buffer, and returns the second twice.
-    [("adamw", False, 2), ("sgd", False, 1), ("sgd", True, 1)],
+    [("adamw", False, 2), full("sgd", False, 1), full("sgd", True, 1)],
 )
 def test_optimizer_states_are_named_gathered_and_dealt_out(
     name: str, from_fsdp1: bool, fields: int, pool: WorkerPool

@@ -163,6 +163,7 @@ def test_patches_that_do_not_fit_this_transformers_are_refused(
         apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)
 
 
+@pytest.mark.full
 def test_a_cpu_is_refused_by_the_plan_and_on_fsdp1s_side() -> None:
     config = config_of()
     says = r"^model\.liger: Liger's kernels do not run on a CPU; leave it out, or use a GPU$"

@@ -316,7 +316,7 @@ def _log_prob_gradients(folder: Path, case: Case, rows: Rows) -> tuple[dict[str,
     return {name: whole(gradient_of(p)) for name, p in model.named_parameters()}, sums.tolist()
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "cohere"])
+@pytest.mark.parametrize("kind", ["smollm2", full("llama3"), full("cohere")])
 def test_token_log_probs_on_a_mesh(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     path, rows = tiny_model_dir(kind, tmp_path), make_batches(1)[0]
     plain = load_plain(path)
@@ -398,6 +398,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected.double().norm()) if expected.norm() else float(difference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "param_dtype", "output_dtype"),
     [

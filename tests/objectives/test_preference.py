@@ -33,7 +33,7 @@ from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
 from tests.parallel.jobs import Case, counted_compilations
-from tests.reference import demo_model_dir, make_rows, tiny_model_dir, write_adapter
+from tests.reference import demo_model_dir, full, make_rows, tiny_model_dir, write_adapter
 from tests.workers import WorkerPool
 
 PAIRS = [
@@ -192,7 +192,7 @@ def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
     return {"off": off.numpy(), "on": on.detach().numpy(), "gradients": gradients}
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "saved"])
+@pytest.mark.parametrize("adapter", ["lora", full("dora"), full("saved")])
 def test_an_adapter_is_switched_off_as_by_peft(adapter: str, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir("llama3", tmp_path)
     write_adapter(tmp_path, "llama3", adapter)

@@ -83,6 +83,7 @@ def test_updates_equal_those_of_whole_tensors(name: str, ranks: int, replicas: i
     assert all(np.abs(expected[key] - start[key]).max() > 1e-3 for key in expected), "the updates are far above that"
 
 
+@pytest.mark.full
 def test_muon_is_the_same_with_its_state_on_the_host(pool: WorkerPool) -> None:
     plain, hosted = (pool.run(2, jobs.updated, section_of("muon"), on_host=on_host)[0] for on_host in (False, True))
     assert all(np.array_equal(plain[name], hosted[name]) for name in plain)

@@ -175,6 +175,7 @@ def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype) -> No
     assert any(not torch.equal(other[3][key], whole[3][key]) for key in whole[3])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [full(torch.float32), torch.bfloat16])
 def test_every_mesh_has_the_numbers_of_one_process(dtype: torch.dtype, pool: WorkerPool) -> None:
     expected = jobs.updated(SECTION, shard=0, dtype=dtype, state=True)

@@ -80,10 +80,10 @@ def _gain(row: Row, name: str, value: Any, missing: set[Pair]) -> int:
     )
 
 
-def each_value(rows: Iterable[Row]) -> list[Row]:
-    """A few of ``rows`` in which every value stands that stands in any of them."""
+def each_value(rows: Iterable[Row], *, but: str = "") -> list[Row]:
+    """A few of ``rows`` in which every value stands that stands in any of them, of all options ``but`` one."""
     rows, chosen = list(rows), []
-    missing = {item for row in rows for item in row.items()}
+    missing = {(name, value) for row in rows for name, value in row.items() if name != but}
     while missing:
         chosen.append(max(rows, key=lambda row: len(row.items() & missing)))
         missing -= chosen[-1].items()

@@ -36,7 +36,7 @@ HALF = ("*.layers.0.*", "*.mlp.down_proj.*")
             )
         ),
         full(Case("llama3", 2, 2, fsdp=(("ignored_modules", ["model.layers.0", "*.down_proj"]),), frozen=HALF)),
-        Case("llama3", 2, 1, fsdp=(("ignored_modules", ["model.embed_tokens"]),), frozen=("*.embed_tokens.*",)),
+        full(Case("llama3", 2, 1, fsdp=(("ignored_modules", ["model.embed_tokens"]),), frozen=("*.embed_tokens.*",))),
     ],
     ids=str,
 )

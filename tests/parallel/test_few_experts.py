@@ -46,6 +46,7 @@ def test_every_rank_holds_as_much(pool: WorkerPool, tmp_path: Path) -> None:
     assert all(size > 0 for size in first.values())
 
 
+@pytest.mark.full
 def test_the_plan_has_no_padding() -> None:
     """Eight experts take as much of 16 ranks as of 8, but not where they go to an engine, in rows."""
     eight, sixteen = (planned(config_of(small(MIXTRAL), ranks=ranks), ranks=ranks) for ranks in (8, 16))

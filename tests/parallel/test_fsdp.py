@@ -15,7 +15,7 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import plan_units
 from tests.parallel.jobs import Case, build
-from tests.reference import make_batches, tiny_model
+from tests.reference import full, make_batches, tiny_model
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
@@ -28,12 +28,12 @@ UNITS = 5
     [
         # backward gathers anew what was freed and is read: the layers, not the embedding, the head or the root
         ("full_shard", None, UNITS + 2, 4),
-        ("full_shard", False, UNITS, 4),
-        ("shard_grad_op", None, UNITS, 4),
-        ("shard_grad_op", True, UNITS + 2, 4),
-        ("hybrid_shard", None, UNITS + 2, 2),
+        full("full_shard", False, UNITS, 4),
+        full("shard_grad_op", None, UNITS, 4),
+        full("shard_grad_op", True, UNITS + 2, 4),
+        full("hybrid_shard", None, UNITS + 2, 2),
         ("hybrid_shard_zero2", None, UNITS, 2),
-        ("no_shard", None, 0, 1),
+        full("no_shard", None, 0, 1),
     ],
 )
 def test_what_a_strategy_keeps_and_gathers(

@@ -20,7 +20,7 @@ from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.torch_compat import accumulated_partial_sums
 from tests.parallel.jobs import Case, accumulate
-from tests.reference import make_batches
+from tests.reference import full, make_batches
 from tests.workers import WorkerPool
 
 
@@ -41,7 +41,7 @@ def one_step(folder: Path, case: Case, **claimed: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", ["smollm2", pytest.param("llama3", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
 def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool, models: Path) -> None:
     case = Case(kind, 2, 1, 1, (("param_dtype", dtype),))
     assert pool.run(2, one_step, models, case) == ["ok", "ok"]

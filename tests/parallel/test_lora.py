@@ -122,6 +122,7 @@ def loaded(folder: Path, case: Case) -> tuple[int, int]:
     return sum(distributed.local_part(parameter).nbytes for parameter in model.parameters()), memory.peak
 
 
+@pytest.mark.full
 @needs_integers
 @pytest.mark.parametrize("ranks", [1, full(2)])
 def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
         assert peak < 24 * largest / ranks < sum(p.nbytes for p in frozen.values()) / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("quantize", "packed"), [("none", ""), full("nf4", ", torch.uint8", marks=[needs_integers])])
 def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(
     quantize: str, packed: str, pool: WorkerPool, models: Path

@@ -63,6 +63,7 @@ def most_at_once(folder: Path, case: Case) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpointing", "ahead", "whole"),
     [

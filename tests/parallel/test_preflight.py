@@ -24,6 +24,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import backbone_name, shrink_config
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
+from tests.reference import full
 
 
 def check(
@@ -56,7 +57,7 @@ def check(
 _LLAMA4 = {"num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size": 64, "intermediate_size_mlp": 64}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["llama", full("qwen3"), full("mixtral"), "gpt_neox"])
 def test_ordinary_models_pass(model_type: str) -> None:
     check(model_type, cp=2)  # gpt_neox: its config has a dropout for a head that this model does not have
 
@@ -151,8 +152,8 @@ def test_a_mixture_of_experts_keeps_its_own_head() -> None:
     torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("cp", [full(1), 2])
+@pytest.mark.parametrize("attention", ["auto", full("eager")])
 def test_sinks_and_chunks_are_packed_and_cut(attention: str, cp: int) -> None:
     """gpt-oss and OPT make masks without positions, so that packed documents see each other: they are given ours."""
     check("opt", attention=attention, dropout=0.0)
@@ -169,7 +170,9 @@ def test_kernels_that_leave_sinks_or_chunks_out_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring", "allgather"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "cohere2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", *map(full, ("qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "cohere2"))]
+)
 def test_every_method_passes_for_ordinary_models(model_type: str, method: str) -> None:
     check(model_type, cp=2, method=method, attention="sdpa")
 

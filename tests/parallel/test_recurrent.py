@@ -74,7 +74,7 @@ def _case(row: Row) -> Case:
 
 COVERING = [_case(row) for row in Table(OPTIONS, _fits).covering()]
 FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(KINDS)}
-DEFAULT = [Case("nemotron_h", 1, 2, 1, method="ring", checkpointing="selective", lr=3e-4)]
+DEFAULT = [Case("qwen3_5", 1, 2, 1, method="ring", checkpointing="selective")]
 FULL = [case for case in FIRST.values() if case not in DEFAULT]
 SLOW = [case for case in COVERING if case not in FULL]
 

@@ -97,6 +97,7 @@ def test_what_cannot_be_is_refused(section: dict[str, Any], what: str) -> None:
         units("llama3", **section)
 
 
+@pytest.mark.full
 def test_parameters_shared_between_units_are_refused() -> None:
     section = ModelConfig(config={"model_type": "zamba2"}, weights="random", attention="eager")
     with pytest.raises(UserError, match=r"Zamba2ForCausalLM: .*shared_transformer.* are one parameter in two places"):

@@ -53,6 +53,7 @@ def test_which_link_a_group_uses(
     assert {one.dim: (one.link, one.on_node) for one in found if one.dim != "world"} == places
 
 
+@pytest.mark.full
 def test_what_it_costs_that_shards_cross_nodes() -> None:
     """Gathers, and a reduction in float32; hybrid sharding sends each shard's gradients to one other rank instead.
 
@@ -130,6 +131,7 @@ def test_an_mfu_above_what_the_whole_peak_gives_is_refused() -> None:
     assert planned(plain, device=H100, mfu=0.8).speed is not None
 
 
+@pytest.mark.full
 def test_a_group_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
     """Gathers in forward and in backward and a reduction in float32: 8 bytes a parameter, by 8 adapters of 50 GB/s."""
     sent = 15 / 16 * (2 * PARAMETERS + 2 * LAYERS + 4 * PARAMETERS)
@@ -173,6 +175,7 @@ def test_a_frozen_model_computes_no_gradients_of_its_weights() -> None:
     assert full.low.compute - plain.low.compute == pytest.approx(again, rel=5e-3)
 
 
+@pytest.mark.full
 def test_offloads_take_the_time_of_their_copies() -> None:
     to_host = 64 * GB * LINK_EFFICIENCY
     plain = speed_of(activation_checkpointing={"mode": "full"})
@@ -183,6 +186,7 @@ def test_offloads_take_the_time_of_their_copies() -> None:
     assert inputs.low.compute - plain.low.compute == pytest.approx(copies / to_host, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

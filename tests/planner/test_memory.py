@@ -232,10 +232,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 DEFAULT = (
     "llama, full_shard, none",
     "mixtral, counted, full",
-    "no_shard",
-    "granite, its own head",
     "llama, ulysses over 2",
-    "experts dealt out over 2, full",
 )
 # Others of `CASES` hold what is particular to these.
 REPEATED = (
@@ -411,6 +408,7 @@ def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, poo
 FAMILIES = (*RECURRENT, *MIXTURES, "llama4", "glm4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bamba", *(full(kind) for kind in FAMILIES if kind != "bamba")])
 def test_the_plan_is_what_real_tensors_take_in_each_family(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Rows of one document: shorter ones in packs would be filled up to a scan's chunk."""
@@ -463,6 +461,7 @@ def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     assert plan.peaks["save"].bytes["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
 
 
+@pytest.mark.full
 @needs_integers
 def test_a_base_in_4_bits_by_hand() -> None:
     """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
@@ -486,6 +485,7 @@ def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
     assert fits.needed - fits.peak.total == 3 * GIB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_bf16", ADAMW_8BIT, "muon"])
 def test_optimizer_state_is_what_a_real_one_keeps(name: str) -> None:
     config = config_of(small(LLAMA_8B), ranks=1, optimizer={"name": name})

@@ -124,6 +124,7 @@ def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[s
     assert proposed["values"]["mesh.dp_shard"] == "auto"
 
 
+@pytest.mark.full
 def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml(LLAMA_8B)
     given = ["--world-size", "8", "--device-memory", "32", "mesh.dp_shard=8", "train.micro_batch_size=2"]
@@ -157,6 +158,7 @@ def test_each_question_is_answered_in_its_first_line(toml: Any, capsys: pytest.C
     assert "peak of each phase" in text
 
 
+@pytest.mark.full
 def test_fit_names_the_next_best_in_a_line_each(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml({**LLAMA_8B, "num_hidden_layers": 8})
     given = (path, "--world-size", "8", "--device-memory", "48", "train.micro_batch_size=4", "--fit")
@@ -180,6 +182,7 @@ def test_a_config_fits_on_more_ranks_as_it_is_or_nowhere() -> None:
     assert report.answers("fit", [], config=config, world_size=8) == [answer]
 
 
+@pytest.mark.full
 def test_other_prices_than_the_main_plans_are_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(module, "step_moments", lambda step: (calls.append(step), step_moments(step))[1])
@@ -187,6 +190,7 @@ def test_other_prices_than_the_main_plans_are_not_worked_out(monkeypatch: pytest
     assert len(list(search.sweep())) == len(calls) > 10
 
 
+@pytest.mark.full
 def test_a_length_below_2048_tokens_is_found(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The model's loss alone takes more than what is left for 2,048 tokens."""
     path, model = toml({**LLAMA_8B, "num_hidden_layers": 4}), {**LLAMA_8B, "num_hidden_layers": 4}
@@ -205,6 +209,7 @@ def test_a_length_below_2048_tokens_is_found(toml: Any, capsys: pytest.CaptureFi
         assert peak(length + 64) > between * 2**30
 
 
+@pytest.mark.full
 def test_the_price_of_either_way_to_reduce_is_said(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """8B on 8 ranks: whole gradients in float32 are 29.9 GiB, shards 3.7; a reduction sends 7/8 of the former."""
     given = (toml(LLAMA_8B), "--world-size", "8", "--device", "h100", "activation_checkpointing.mode=full")
@@ -226,6 +231,7 @@ def test_the_price_of_either_way_to_reduce_is_said(toml: Any, capsys: pytest.Cap
     assert json.loads(text)["reduction"] is None
 
 
+@pytest.mark.full
 def test_ones_own_mfu(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     given = (toml(LLAMA_8B), "--world-size", "8", "--device", "h100", "--mfu", "0.4")
     _, text = run(capsys, *given, "--json")
@@ -260,6 +266,7 @@ def test_the_longest_sequence_is_looked_for_from_the_given_one_on(
     assert best["values"]["data.seq_len"] > 4096
 
 
+@pytest.mark.full
 def test_a_sweep_keeps_what_is_given_where_it_can(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("mesh.dp_shard=2", "train.micro_batch_size=3", "train.global_batch_size=24")
     given = (*given, "activation_checkpointing.mode=full", "activation_checkpointing.every=2")
@@ -282,6 +289,7 @@ def test_a_sweep_has_every_combination_that_is_possible(toml: Any, capsys: pytes
     assert peaks[2, "none", 1] < peaks[1, "none", 1]
 
 
+@pytest.mark.full
 def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     png, page = tmp_path / "x.png", tmp_path / "x.html"
     arguments = ("--device", "h100", "--png", str(png), "--html", str(page), "--kv-cache", "32", "4096")
@@ -332,6 +340,7 @@ def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the memory of distill.teacher, a model beside the trained one, is not planned" in line
 
 
+@pytest.mark.full
 def test_rewards_have_phases_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["toml/grpo_demo.toml", "--world-size", "2", "--device", "h100"]
     assert tool.main([*command, "--json"]) == 0
@@ -414,6 +423,7 @@ def test_every_option_is_a_change_that_its_config_takes() -> None:
         assert changed(config, option.values) != config, option
 
 
+@pytest.mark.full
 def test_ranks_of_a_node_are_those_of_the_environment(
     toml: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

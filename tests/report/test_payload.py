@@ -148,6 +148,7 @@ def test_a_run_without_evaluation_or_events_leaves_out_what_it_has_not(tmp_path:
     assert "Saves" not in [one["title"] for one in payload["tables"]]
 
 
+@pytest.mark.full
 def test_fifty_thousand_steps_stay_small(tmp_path: Path) -> None:
     columns, generator = Columns(), np.random.default_rng(1)
     steps = list(range(1, 50_001))

@@ -130,6 +130,7 @@ def test_a_fraction_is_equal_in_any_terms(above: int, below: int, by: int) -> No
     assert exact_answer(written, [f"{other.numerator}/{other.denominator}"] * 3) == [0, 0, 0]
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("0123456789.,/%$-+{}\\boxed#\n e^()")), st.text(max_size=9))
 def test_no_text_is_a_fault(completion: str, answer: str) -> None:

@@ -30,6 +30,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.full
 def test_conversations_are_the_same_on_a_mesh_and_after_a_resume(pool: WorkerPool, tmp_path: Path) -> None:
     toml, options = write_game(tmp_path, "Calculator"), (*OPTIONS, "rollout.updates=2", "checkpoint.every=1")
     plain = run(pool, toml, tmp_path / "one", 1, *options)

@@ -322,6 +322,7 @@ def test_a_loop_that_hangs_and_a_reset_without_messages(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.full
 def test_the_classes_of_the_documentation(tmp_path: Path) -> None:
     """As docs/environments.md has them, with two functions that it leaves out."""
     text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()

@@ -172,7 +172,7 @@ def _trainer_and_engine(folder: Path, case: Case, tp: int) -> float:
     return largest
 
 
-AGREE = [(Case("smollm2", 2, 1), 1), (Case("gemma3", 1, 2), 1)]
+AGREE = [full(Case("smollm2", 2, 1), 1), (Case("gemma3", 1, 2), 1)]
 SPLIT = [full(Case("llama3_even", 2, 2), 2), full(Case("qwen3_moe_even", 1, 2), 2)]
 THOROUGH = [
     pytest.param(Case(kind, dp, cp), tp, marks=pytest.mark.slow)

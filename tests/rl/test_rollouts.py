@@ -324,6 +324,7 @@ def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ahead", "size"), [full(1, 2), (2, 1), full(3, 2)])
 def test_rollouts_ahead_are_so_many_batches_old(
     ahead: int, size: int, toml: Path, pool: WorkerPool, tmp_path: Path
@@ -551,6 +552,7 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
         assert 3 not in resumed._ahead
 
 
+@pytest.mark.full
 def test_another_temperature_samples_anew(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """In the middle of a batch of rollouts; the trainer's own log-probabilities are the reference."""
     options = (
@@ -611,6 +613,7 @@ def test_rewards_by_another_function_are_not_compared(toml: Path, pool: WorkerPo
     assert found == {"best_step": 5, "best_eval_loss": -2.0, "exported": 5}
 
 
+@pytest.mark.full
 def test_ranks_may_have_no_group(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """One group of four, on one rank and on two: the same rewards."""
     few = ["train.global_batch_size=4", "train.steps=2", "grpo.kl=0.0"]

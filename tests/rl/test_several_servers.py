@@ -14,6 +14,7 @@ import pytest
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl import server as clients
 from fsdp2kit.rl.engine import Request, Response
+from tests.reference import full
 from tests.rl.runs import run_recipe, write_toml
 from tests.rl.servers import VLLMStandIn, ask, check_responses, check_weights, engine_of, serving, update
 from tests.workers import WorkerPool
@@ -48,7 +49,9 @@ def breaks() -> int:
     return 500
 
 
-@pytest.mark.parametrize("route", ["v1/completions", "weight_info", "pause", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize(
+    "route", ["v1/completions", *map(full, ("weight_info", "pause", "update_weights", "finish_weight_update"))]
+)
 def test_one_that_fails_is_left_out_until_it_has_weights_again(
     route: str, servers: list[VLLMStandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +172,7 @@ def test_lists_that_are_refused(value: str, said: str, tmp_path: Path, pool: Wor
     assert re.search(said, found), found
 
 
+@pytest.mark.full
 def test_one_that_fails_as_it_comes_back_is_left_alone_longer_each_time(servers: list[VLLMStandIn]) -> None:
     engine = engine_of(*servers)
     servers[0].faults["start_weight_update"] = breaks
@@ -185,6 +189,7 @@ def test_one_that_fails_as_it_comes_back_is_left_alone_longer_each_time(servers:
     check_weights(servers[0])
 
 
+@pytest.mark.full
 def test_one_that_hangs_costs_an_update_little(servers: list[VLLMStandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_QUICKLY", 0.2)
     engine = engine_of(*servers, timeout=1.0)

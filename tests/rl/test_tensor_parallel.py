@@ -111,6 +111,7 @@ def _answers(folder: Path, case: Case) -> list[Response]:
     return engine.generate(requests(*range(2, 9))[dist.get_rank() :: 4], max_new_tokens=12, temperature=0.9)
 
 
+@pytest.mark.full
 def test_ranks_of_a_split_engine_answer_what_each_was_asked(pool: WorkerPool, tmp_path: Path) -> None:
     case = Case("llama3_even", 4, 1)
     tiny_model(case.kind).save_pretrained(tmp_path / case.kind)

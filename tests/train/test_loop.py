@@ -41,7 +41,7 @@ from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
-from tests.reference import VOCABULARY, beyond, full, make_batches, tiny_model, tiny_model_dir
+from tests.reference import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
 from tests.traffic import count_traffic
 from tests.train.test_wiring import Evaluates, config_of
 from tests.workers import WorkerPool
@@ -102,11 +102,11 @@ UNITS = 3  # two layers and the root
     [
         ((), "reduce_scatter", True),
         ((("reduce_every_micro_batch", False),), "reduce_scatter", False),
-        ((("strategy", "shard_grad_op"),), "reduce_scatter", True),
-        ((("strategy", "no_shard"),), "all_reduce", False),
+        full((("strategy", "shard_grad_op"),), "reduce_scatter", True),
+        full((("strategy", "no_shard"),), "all_reduce", False),
         # Sums in bfloat16 would lose what float32 keeps.
-        ((("storage_dtype", "bfloat16"),), "reduce_scatter", False),
-        ((("storage_dtype", "bfloat16"), ("reduce_every_micro_batch", True)), "reduce_scatter", True),
+        full((("storage_dtype", "bfloat16"),), "reduce_scatter", False),
+        full((("storage_dtype", "bfloat16"), ("reduce_every_micro_batch", True)), "reduce_scatter", True),
     ],
 )
 def test_sharded_gradients_are_reduced_with_every_micro_batch(
@@ -117,7 +117,7 @@ def test_sharded_gradients_are_reduced_with_every_micro_batch(
         assert found[kind] == [*expected[:-1], expected[-1] if every else UNITS]
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", full("hybrid_shard_zero2")])
 def test_replicas_of_shards_are_reduced_once_a_step(strategy: str, pool: WorkerPool, models: Path) -> None:
     """Shards of every micro-batch add up on each rank; then they are summed between the replicas."""
     case = Case("smollm2", 4, 1, fsdp=(("strategy", strategy),), dp_replicate=2)
@@ -295,9 +295,7 @@ def expected_evaluation(models: Path) -> float:
     return total / sum(rows.targets for rows in batches)
 
 
-@pytest.mark.parametrize(
-    ("dp", "cp"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1), (1, 2)))]
-)
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), full(2, 2), *(slow(*each) for each in ((1, 1), (2, 1)))])
 def test_evaluation_is_the_mean_and_leaves_no_trace(
     dp: int, cp: int, pool: WorkerPool, models: Path, expected_evaluation: float
 ) -> None:

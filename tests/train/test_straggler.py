@@ -61,7 +61,9 @@ def slow_run(folder: Path, where: str) -> dict[str, Any]:
     return metrics.records[-1]
 
 
-@pytest.mark.parametrize(("where", "share"), [("forward", "compute"), ("data", "data"), full("burning", "compute")])
+@pytest.mark.parametrize(
+    ("where", "share"), [("forward", "compute"), full("data", "data"), full("burning", "compute")]
+)
 def test_the_slowest_rank_is_named_with_what_it_does(pool: WorkerPool, models: Path, where: str, share: str) -> None:
     first, second = pool.run(2, slow_run, models, where)
     assert first["slowest_rank"] == second["slowest_rank"] == SLOW
