@@ -44,6 +44,7 @@ def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: st
     return runner(pool, toml)(directory, size, *overrides)
 
 
+@pytest.mark.full
 def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     lines = (DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join(lines[:5]))

@@ -104,6 +104,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert set(here) == set(fk.__all__)
 
 
+@pytest.mark.full
 def test_runs_twice_in_one_process_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And computes what the command line does, to the last digit."""
     first = fk.run(fk.load_config(SETTINGS, f"run.dir='{tmp_path / 'first'}'", "train.steps=2"))

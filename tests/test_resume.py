@@ -244,6 +244,7 @@ def test_another_run_is_refused_naming_the_field(
     assert len(_metrics(directory)) == 6, "the metrics are left alone"
 
 
+@pytest.mark.full
 def test_weights_of_a_checkpoint_start_a_fresh_run(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, export = _checkpoint(straight["dp2"], 10), straight["dp2"] / "hf"
     steps = ("train.steps=3", "run.seed=4")

@@ -78,6 +78,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicate", [full(1), 2])
 def test_each_part_is_planned_by_one_of_its_holders(replicate: int, pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(4, plan_and_save, tmp_path / "saved", replicate)

@@ -28,8 +28,13 @@ KINDS = {
 }
 
 
-def gradients(out: Tensor, hidden: Tensor, layer: nn.Module, slope: Tensor) -> list[Tensor]:
-    return [out.detach(), *torch.autograd.grad(out, [hidden, *layer.parameters()], slope)]
+def gradients(out: Tensor, hidden: Tensor, layer: nn.Module, slope: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, [hidden, *layer.parameters()], slope.to(out))
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.isfinite().all()
+    assert (found.cpu().float() - expected).norm() <= 3e-2 * expected.norm()
 
 
 def alone(layer: Any, hidden: Tensor) -> Tensor:
@@ -57,18 +62,15 @@ def test_documents_of_a_pack_are_each_alone(kind: str, world: World, monkeypatch
     hidden, slope = torch.randn(2, 200, width), torch.randn(2, 200, width)
 
     on_host = hidden.clone().requires_grad_()
-    expected = gradients(alone(reference, on_host), on_host, reference, slope)
+    expected = alone(reference, on_host)
     model.to(world.device, torch.bfloat16)
     apply_recurrent(model, Exchange())
     borders = Borders(starts=STARTS, device=world.device)
     packed = hidden.to(world.device, torch.bfloat16).requires_grad_()
     out = layer(packed, borders=borders)
-    found = gradients(out, packed, layer, slope.to(out))
 
     assert calls
-    for one, other in zip(found, expected, strict=True):
-        assert one.isfinite().all()
-        assert (one.cpu().float() - other).norm() <= 3e-2 * other.norm()
+    assert_near(out.detach(), expected.detach())
     with torch.no_grad():
         changed = packed.detach().clone()
         changed[0, 3:70] += 1
@@ -77,3 +79,12 @@ def test_documents_of_a_pack_are_each_alone(kind: str, world: World, monkeypatch
     assert not moved[0, :3].any()
     assert not moved[0, 70:].any()
     assert not moved[1].any()
+
+    try:
+        found = gradients(out, packed, layer, slope)
+    except RuntimeError as refusal:
+        if "upgrade Triton" not in str(refusal):
+            raise
+        pytest.skip(f"no backward: {refusal}")
+    for one, other in zip(found, gradients(expected, on_host, reference, slope), strict=True):
+        assert_near(one, other)

@@ -74,6 +74,7 @@ def _no_sync() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_no_sync(pool: WorkerPool) -> None:
     for found in pool.run(2, _no_sync):
         for reduced, error in found.values():
@@ -107,6 +108,7 @@ def _summon() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_summon_full_params(pool: WorkerPool) -> None:
     for found in pool.run(2, _summon):
         assert found["same"]
@@ -153,6 +155,7 @@ def _hooks() -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_communication_hooks(pool: WorkerPool) -> None:
     for found in pool.run(2, _hooks):
         assert max(found.values()) < TIGHT, found

@@ -123,6 +123,7 @@ def test_experts_count_by_the_share_a_token_visits(
     assert count_model_flops(model_on_meta(model_type, **overrides)).parameters == parameters + HEAD
 
 
+@pytest.mark.full
 def test_dealing_experts_out_changes_no_flops() -> None:
     """The counts that MFU takes are the plan's, of the whole model."""
     found = [planned(config_of(small(QWEN3_30B), mesh={"ep": ep}), device=find_device("h100")) for ep in (1, 4)]

@@ -142,6 +142,7 @@ def test_low_bit_state_does_not_depend_on_the_mesh(pool: WorkerPool) -> None:
             np.testing.assert_allclose(one[key], two[key], rtol=1e-4, atol=1e-9, err_msg=key)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", *OPTIONS])
 def test_the_ledger_says_what_moments_are(name: str, pool: WorkerPool) -> None:
     kept = {"adamw": "float32", "muon": "float32", "adamw_bf16": "bfloat16"}.get(name, "uint8 or float32")

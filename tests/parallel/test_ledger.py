@@ -74,6 +74,7 @@ def test_gradients_add_up_in_what_the_ledger_says(
         assert said == f"dtype ledger: accumulation should be {wrong}, but torch.{accumulation} was found"
 
 
+@pytest.mark.full
 def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, models: Path) -> None:
     fsdp = (("param_dtype", "bfloat16"), ("class_dtypes", {"LlamaRMSNorm": "float32"}), ("storage_dtype", "bfloat16"))
     case = Case("llama3", 2, 1, 1, fsdp)

@@ -98,7 +98,7 @@ RING_COMPILED = Case("gemma3", 1, 2, 2, method="ring", checkpointing="full", com
 NESTED = (("unit_classes", ["LlamaMLP"]), ("class_dtypes", {"LlamaRMSNorm": "float32"}))
 ONCE = (("reduce_every_micro_batch", False),)
 HYBRID = (("strategy", "hybrid_shard"),)
-DEFAULT = [*map(_case, each_value(ROWS, but="kind")), Case("smollm2", 2, 2, 1, BF16)]
+DEFAULT = [*map(_case, each_value(ROWS, but="kind")), Case("smollm2", 1, 2, 1, BF16)]
 FULL = [case for case in map(_case, ROWS) if case not in DEFAULT] + [
     # What a head and its experts do besides; masks that the model makes itself; some ranks of the mesh resharded to.
     Case("mixtral", 2, 2, 2),

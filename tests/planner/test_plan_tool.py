@@ -138,6 +138,7 @@ def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.C
     assert (code, json.loads(text)["peak"]) == (0, first["peak"])
 
 
+@pytest.mark.full
 def test_each_question_is_answered_in_its_first_line(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     given = (toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "2", "--device", "h100")
     _, text = run(capsys, *given, "--sweep")

@@ -345,6 +345,7 @@ def test_options_of_a_function_of_ones_own(tmp_path: Path) -> None:
         Rewards([RewardConfig(function=f"{path}:near", options={"mots": 7})], columns=columns)
 
 
+@pytest.mark.full
 def test_a_changed_option_is_another_reward(tmp_path: Path) -> None:
     path = tmp_path / "schema.json"
 

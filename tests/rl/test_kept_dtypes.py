@@ -16,6 +16,7 @@ from fsdp2kit.rl.weight_sync import sync_weights
 from tests.checkpoint.jobs import exported
 from tests.kept import kept_model
 from tests.parallel.jobs import Case, build
+from tests.reference import full
 from tests.rl.jobs import Engine, bits
 from tests.rl.test_engine import config_of
 from tests.workers import WorkerPool
@@ -40,7 +41,7 @@ def received(folder: Path, case: Case) -> tuple[Found, Found]:
     return with_dtypes(server.tensors), with_dtypes(engine._model.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("kind", ["glm4_moe", full("ernie4_5_moe")])
 def test_engines_get_what_transformers_loads(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     kept_model(kind).save_pretrained(tmp_path / kind)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.bfloat16)

@@ -117,6 +117,7 @@ def test_sharded_gradients_are_reduced_with_every_micro_batch(
         assert found[kind] == [*expected[:-1], expected[-1] if every else UNITS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["hybrid_shard", full("hybrid_shard_zero2")])
 def test_replicas_of_shards_are_reduced_once_a_step(strategy: str, pool: WorkerPool, models: Path) -> None:
     """Shards of every micro-batch add up on each rank; then they are summed between the replicas."""

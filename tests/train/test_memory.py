@@ -26,6 +26,7 @@ def use(blocks: int) -> None:
     torch.ones(blocks * BLOCK, dtype=torch.uint8)
 
 
+@pytest.mark.full
 @linux
 def test_each_phase_has_its_own_peak() -> None:
     before = peak_memory_bytes(CPU)

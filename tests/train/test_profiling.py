@@ -172,6 +172,7 @@ def ask_while_training(folder: Path, run_dir: Path) -> list[str]:
     return metrics.messages
 
 
+@pytest.mark.full
 def test_all_ranks_trace_the_same_steps_when_one_is_asked(pool: WorkerPool, models: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     said, _ = pool.run(2, ask_while_training, models, run_dir)

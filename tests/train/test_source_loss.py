@@ -72,6 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("smollm2", "llama3"))]
 )

@@ -61,6 +61,7 @@ def slow_run(folder: Path, where: str) -> dict[str, Any]:
     return metrics.records[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "share"), [("forward", "compute"), full("data", "data"), full("burning", "compute")]
 )
