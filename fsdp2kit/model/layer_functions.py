@@ -34,12 +34,15 @@ def transformers_own(function: Function) -> Function:
 def use_functions(module: nn.Module, functions: Mapping[str, Function]) -> None:
     """Let ``module`` call ``functions`` in place of those of its file with these names.
 
-    It gets a copy of its ``forward`` with names of its own: other models of the same class keep theirs.
+    It gets a copy of its ``forward`` with names of its own: other models of the same class keep theirs. What it was
+    given before stays.
     """
     forward = _own_forward(module)
+    earlier = vars(module).get("forward")
+    is_copy = getattr(earlier, "__code__", None) is forward.__code__
+    scope = {**(earlier if is_copy else forward).__globals__, **functions}
     # torch.compile takes the names of a scope without __name__ from the scope itself, not from the module.
-    scope = {**forward.__globals__, **functions}
-    del scope["__name__"]
+    scope.pop("__name__", None)
     own = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     vars(module)["forward"] = MethodType(own, module)

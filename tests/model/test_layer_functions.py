@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fsdp2kit.model.layer_functions import functions_of, transformers_own, use_no_kernels
+from fsdp2kit.parallel.context_parallel.borders import Borders
+from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
 from tests.parallel.jobs import Case
 from tests.planner.models import planned
 from tests.reference import RECURRENT, full, tiny_model, tiny_model_dir
@@ -56,5 +58,9 @@ def test_a_model_on_a_cpu_runs_without_them(kind: str, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="Triton"):
         model(input_ids=ids, use_cache=False)
     use_no_kernels(model)
+    apply_recurrent(model, Exchange())
 
-    assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+    for layer in find_recurrent(model).values():  # also what only decoding calls
+        assert not [name for name in functions_of(layer) if hasattr(layer.forward.__globals__[name], "__wrapped__")]
+    borders = Borders(starts=[[0, 32]], device=ids.device)
+    assert torch.equal(model(input_ids=ids, use_cache=False, borders=borders).logits, expected)
