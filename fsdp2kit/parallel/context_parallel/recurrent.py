@@ -188,6 +188,7 @@ def _needed(borders: Borders | None) -> Borders:
 
 
 def _for_device_of(tensor: Tensor, function: Function) -> Function:
+    """The function, without the kernel in its place where that does not run."""
     return function if tensor.is_cuda else transformers_own(function)
 
 
