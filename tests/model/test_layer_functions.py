@@ -35,8 +35,7 @@ def install_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return installed
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", *(full(kind) for kind in RECURRENT if kind != "qwen3_5")])
-@pytest.mark.parametrize("cp", [1, full(2)])
+@pytest.mark.parametrize(("kind", "cp"), [("qwen3_5", 1), *(full(kind, 2) for kind in RECURRENT)])
 def test_a_plan_is_the_same_with_kernels_installed(
     kind: str, cp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
