@@ -54,6 +54,7 @@ def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -
     return math.ceil(math.ceil(rows / together) / ranks) * together * width // 64 * 36
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("adapter", "reduced", "quantize"),
     [("lora", 2, "none"), full("saved", 4, "none"), full("lora", 2, "nf4", marks=[needs_integers])],

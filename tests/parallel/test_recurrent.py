@@ -74,8 +74,7 @@ def _case(row: Row) -> Case:
 
 COVERING = [_case(row) for row in Table(OPTIONS, _fits).covering()]
 FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(KINDS)}
-DEFAULT = [Case("qwen3_5", 1, 2, 1, method="ring", checkpointing="selective")]
-FULL = [case for case in FIRST.values() if case not in DEFAULT]
+FULL = list(FIRST.values())
 SLOW = [case for case in COVERING if case not in FULL]
 
 
@@ -94,7 +93,7 @@ def reference(models: Path) -> Reference:
 
 
 @pytest.mark.parametrize(
-    "case", [*DEFAULT, *map(full, FULL), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+    "case", [*map(full, FULL), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
 def test_training_equals_each_document_alone(case: Case, pool: WorkerPool, models: Path, reference: Reference) -> None:
     exact, control = reference(case)

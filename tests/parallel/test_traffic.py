@@ -98,8 +98,7 @@ def padded_units(kind: str, shards: int) -> dict[str, int]:
     return sizes
 
 
-DEFAULT = [("full_shard", "llama3", "auto")]
-FULL = [(strategy, "llama3", "auto") for strategy in STRATEGIES if strategy != "full_shard"]
+FULL = [(strategy, "llama3", "auto") for strategy in STRATEGIES]
 FULL += [(strategy, "smollm2", False) for strategy in (*MAIN, "no_shard")]
 SLOW = {
     *itertools.product(STRATEGIES, ("llama3", "smollm2"), (True,)),
@@ -110,7 +109,6 @@ SLOW = {
 @pytest.mark.parametrize(
     ("strategy", "kind", "reduce_every"),
     [
-        *DEFAULT,
         *(full(*case) for case in FULL),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW - {*FULL})),
     ],

@@ -132,6 +132,7 @@ def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_run_with_three_starts_is_one_curve(runs: Path) -> None:
     run = read_run(runs / "x")
     assert (run.name, run.recipe, run.model) == ("x", "sft", "llama")
