@@ -178,9 +178,12 @@ def test_losses_and_gradients_are_trls(
 
 
 def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
-    """Log-probabilities with adapters off and on, and the gradients of their squared difference."""
-    sharded = Sharded(case.config(folder, steps=1, rows=4), world=distributed.start())
+    """Log-probabilities with adapters off and on, with their squared difference's gradients; and of the reference."""
+    config = case.config(folder, steps=1, rows=4)
+    sharded = Sharded(config, world=distributed.start())
     model, inputs = sharded.model, sharded.inputs(make_rows(1).as_batch())
+    reference = build_reference(config, model, plan=sharded.plan, mesh=sharded.mesh)
+    began, _ = reference.token_log_probs(**inputs)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     off, _ = Reference(model, is_trained=True).token_log_probs(**inputs)
     assert not off.requires_grad
@@ -189,7 +192,7 @@ def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
     (on - off).square().sum().backward()
     assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     gradients = {name: whole(p.grad).numpy().copy() for name, p in model.named_parameters() if p.requires_grad}
-    return {"off": off.numpy(), "on": on.detach().numpy(), "gradients": gradients}
+    return {"off": off.numpy(), "on": on.detach().numpy(), "began": began.numpy(), "gradients": gradients}
 
 
 @pytest.mark.parametrize("adapter", ["lora", full("dora"), full("saved")])
@@ -217,6 +220,7 @@ def test_an_adapter_is_switched_off_as_by_peft(adapter: str, pool: WorkerPool, t
     for found in pool.run(2, beside_peft, tmp_path, Case("llama3", 2, adapter=adapter)):
         np.testing.assert_allclose(found["off"], off.numpy(), rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(found["on"], on.detach().numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found["began"], on.detach().numpy(), rtol=1e-5, atol=1e-5)
         assert max(gradient_distances(found["gradients"], gradients).values()) < 1e-5
 
 

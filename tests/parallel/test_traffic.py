@@ -98,7 +98,7 @@ def padded_units(kind: str, shards: int) -> dict[str, int]:
     return sizes
 
 
-FULL = [(strategy, "llama3", "auto") for strategy in STRATEGIES]
+FULL = [(strategy, "llama3", "auto") for strategy in STRATEGIES if strategy != "full_shard"]
 FULL += [(strategy, "smollm2", False) for strategy in (*MAIN, "no_shard")]
 SLOW = {
     *itertools.product(STRATEGIES, ("llama3", "smollm2"), (True,)),
@@ -109,6 +109,7 @@ SLOW = {
 @pytest.mark.parametrize(
     ("strategy", "kind", "reduce_every"),
     [
+        ("full_shard", "llama3", "auto"),
         *(full(*case) for case in FULL),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW - {*FULL})),
     ],

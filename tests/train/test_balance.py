@@ -98,10 +98,13 @@ class Balanced:
     biases: dict[str, np.ndarray]
 
 
-def run_balanced(folder: Path, case: Case, moe: dict[str, Any], batches: Sequence[Rows]) -> Balanced:
+def run_balanced(
+    folder: Path, case: Case, moe: dict[str, Any], batches: Sequence[Rows], on_nonfinite: str = "stop"
+) -> Balanced:
     """First-step gradients with the loss of the load, then the whole run through `train`."""
     config = case.config(folder, steps=len(batches), rows=len(batches[0].input_ids))
-    config = config.model_copy(update={"moe": TypeAdapter(AnyMoE).validate_python(moe)})
+    section = config.train.model_copy(update={"on_nonfinite": on_nonfinite})
+    config = config.model_copy(update={"moe": TypeAdapter(AnyMoE).validate_python(moe), "train": section})
     sharded = Sharded(config, world=distributed.start())
     mesh, model = sharded.mesh, sharded.model
     dealt = Padded(batches, case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
@@ -264,6 +267,24 @@ def test_biases_move_by_the_counts_of_the_global_batch(case: Case, pool: WorkerP
     assert np.abs(moved[-1]).max() > 2 * RATE  # they have moved
     for rank in found:
         np.testing.assert_array_equal(np.stack(list(rank.biases.values())), moved[-1])
+
+
+def test_a_step_that_is_skipped_moves_no_biases(pool: WorkerPool, tmp_path: Path) -> None:
+    path, poison = glm_dir(tmp_path), VOCABULARY - 1
+    model = load_plain(path)
+    model.get_input_embeddings().weight.data[poison] = float("inf")
+    model.save_pretrained(path)
+    batches = make_batches(2)
+    for batch in batches:
+        batch.input_ids.remainder_(poison)
+        batch.labels[batch.labels == poison] = 0
+    batches[1].input_ids[0, 0] = poison
+    _, moved = plain_bias_loop(path, batches[:1])
+
+    (found,) = pool.run(1, run_balanced, tmp_path, Case("glm4_moe", micro=4), BIAS, batches, "skip")
+
+    assert np.isfinite(found.curves.loss).tolist() == [True, False]
+    np.testing.assert_array_equal(np.stack(list(found.biases.values())), moved[-1])
 
 
 @pytest.mark.full
