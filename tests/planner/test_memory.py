@@ -233,6 +233,7 @@ DEFAULT = (
     "llama, full_shard, none",
     "mixtral, counted, full",
     "llama, ulysses over 2",
+    "experts dealt out over 2, full",
 )
 # Others of `CASES` hold what is particular to these.
 REPEATED = (
