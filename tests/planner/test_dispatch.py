@@ -23,7 +23,7 @@ from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.dispatch import IMBALANCE, Dispatch
 from fsdp2kit.torch_compat import FakeTensorMode
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy
-from tests.planner.models import QWEN3_30B, config_of, small
+from tests.planner.models import QWEN3_30B, config_of, planned, small
 from tests.planner.trace import trace_step
 from tests.workers import WorkerPool
 
@@ -102,6 +102,13 @@ def test_another_load() -> None:
     assert even.rows(IMBALANCE) == 160
     assert even.rows(10) == 240
     assert even.kept(IMBALANCE) == 2 * even.kept() == 2 * 80 * 12 * 2
+
+
+def test_moments_hold_what_is_exchanged() -> None:
+    plan = planned(config_of(small(QWEN3_30B), mesh={"ep": 4}, data={"seq_len": 4096}))
+    assert plan.dispatch is not None
+    held = max(moment.bytes.get("attention and exchange", 0) for moment in plan.moments)
+    assert held == pytest.approx(plan.dispatch.exchanged, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
