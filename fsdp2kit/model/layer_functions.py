@@ -19,11 +19,13 @@ Function = Callable[..., Any]
 
 
 def functions_of(module: nn.Module) -> dict[str, Function]:
-    """The functions that a module's ``forward`` looks up in its file, by name."""
-    forward = _own_forward(module)
-    scope = getattr(forward, "__globals__", {})
-    names = forward.__code__.co_names if scope else ()
-    return {name: scope[name] for name in names if callable(scope.get(name))}
+    """The functions that a module's ``forward`` calls by a name of its file, by name."""
+    forward = _forward_of(module)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return {}
+    scope = forward.__globals__
+    return {name: scope[name] for name in code.co_names if callable(scope.get(name))}
 
 
 def transformers_own(function: Function) -> Function:
@@ -37,10 +39,8 @@ def use_functions(module: nn.Module, functions: Mapping[str, Function]) -> None:
     It gets a copy of its ``forward`` with names of its own: other models of the same class keep theirs. What it was
     given before stays.
     """
-    forward = _own_forward(module)
-    earlier = vars(module).get("forward")
-    is_copy = getattr(earlier, "__code__", None) is forward.__code__
-    scope = {**(earlier if is_copy else forward).__globals__, **functions}
+    forward = _forward_of(module)
+    scope = {**forward.__globals__, **functions}
     # torch.compile takes the names of a scope without __name__ from the scope itself, not from the module.
     scope.pop("__name__", None)
     own = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -63,6 +63,9 @@ def use_no_kernels(model: PreTrainedModel) -> None:
             use_functions(module, replaced)
 
 
-def _own_forward(module: nn.Module) -> Any:
-    """The class's ``forward``, without what wraps it."""
-    return inspect.unwrap(type(module).forward)
+def _forward_of(module: nn.Module) -> Any:
+    """The class's ``forward`` without what wraps it, or the copy that `use_functions` made of it."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    given = vars(module).get("forward")
+    is_copy = given is not None and getattr(given, "__code__", None) is forward.__code__
+    return given if is_copy else forward

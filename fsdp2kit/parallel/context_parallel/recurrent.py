@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from fsdp2kit.model.layer_functions import Function, functions_of, transformers_own, use_functions
+from fsdp2kit.model.layer_functions import Function, functions_of, use_functions
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.exchange import HeadShare, all_to_all, share_heads
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_chunks, in_order, take_chunks
@@ -187,11 +187,6 @@ def _needed(borders: Borders | None) -> Borders:
     return borders
 
 
-def _for_device_of(tensor: Tensor, function: Function) -> Function:
-    """The function, without the kernel in its place where that does not run."""
-    return function if tensor.is_cuda else transformers_own(function)
-
-
 def _convolve(
     original: Function,
     exchange: Exchange,
@@ -212,7 +207,6 @@ def _convolve(
         ``[B, C, s]``.
     """
     borders = _needed(borders)
-    original = _for_device_of(hidden_states, original)
     if exchange.group is None and borders.are_rows:
         return original(hidden_states, weight, bias, activation=activation)
     batch, channels, length = hidden_states.shape
@@ -237,7 +231,6 @@ def _scan(
     borders = _needed(borders)
     names = list(inspect.signature(original).parameters)
     given = {**dict(zip(names, args, strict=False)), **{n: value for n, value in kwargs.items() if n in names}}
-    original = _for_device_of(given[scan.heads[0]], original)
     is_pair = False
 
     def call(tensors: Sequence[Tensor], share: HeadShare) -> Tensor:
