@@ -79,7 +79,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("replicate", [full(1), 2])
+@pytest.mark.parametrize("replicate", [1, 2])
 def test_each_part_is_planned_by_one_of_its_holders(replicate: int, pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(4, plan_and_save, tmp_path / "saved", replicate)
     parts = Counter((name, offset) for own, _, _ in found for name, offset, _ in own)

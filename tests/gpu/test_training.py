@@ -235,7 +235,7 @@ def test_each_phase_has_its_own_peak(world: World) -> None:
 
 
 def test_what_sleeps_is_free_for_others(world: World) -> None:
-    """What the allocator has reserved counts, not the driver's free memory, of which other processes take."""
+    """By the allocator's count. Other processes change the driver's."""
     layers = [nn.Linear(16384, 16384, bias=False, device=world.device) for _ in range(4)]
     model = fully_shard(nn.Sequential(*layers), mesh=init_device_mesh("cuda", (1,)))
     before = [local_part(parameter).double().sum().item() for parameter in model.parameters()]

@@ -17,7 +17,6 @@ from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.torch_compat import TorchDispatchMode
 from tests.optim import jobs
-from tests.reference import full
 from tests.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
@@ -176,7 +175,7 @@ def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [full(torch.float32), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mesh_has_the_numbers_of_one_process(dtype: torch.dtype, pool: WorkerPool) -> None:
     expected = jobs.updated(SECTION, shard=0, dtype=dtype, state=True)
     for replicate, shard in ((1, 1), (1, 3), (2, 2)):  # of one parameter two ranks of three have no row

@@ -109,6 +109,7 @@ FULL = [case for case in map(_case, ROWS) if case not in DEFAULT] + [
     Case("qwen3", 4, 1, 1, (("reshard_after_forward", 2),)),
     Case("qwen3_moe", 2, 1, 2, (("unit", "root"),), adapter="dora"),
     Case("llama3", 1, 3, 2, BF16),
+    Case("smollm2", 2, 2, 1, BF16),
     RING_COMPILED,
     Case(
         "smollm2",

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case
-from tests.reference import full, make_batches, slow, tiny_model
+from tests.reference import make_batches, slow, tiny_model
 from tests.workers import WorkerPool
 
 LAYERS = 6
@@ -69,9 +69,9 @@ def most_at_once(folder: Path, case: Case) -> tuple[int, int]:
     [
         ("full", 1, 2),
         ("full", 4, 5),
-        full("full", 9, LAYERS),
-        full(False, 0, 1),
-        full(False, 2, 3),
+        ("full", 9, LAYERS),
+        (False, 0, 1),
+        (False, 2, 3),
         slow("full", 0, 1),
         slow("full", 2, 3),
         slow(False, 1, 2),

@@ -143,9 +143,9 @@ def test_a_steps_collectives_are_those_of_the_formulae(
     ("kind", "strategy"),
     [
         ("llama3", "full_shard"),
-        full("smollm2", "shard_grad_op"),
+        ("smollm2", "shard_grad_op"),
         slow("smollm2", "full_shard"),
-        full("llama3", "no_shard"),
+        ("llama3", "no_shard"),
         pytest.param("llama3", "shard_grad_op", marks=pytest.mark.slow),
         pytest.param("smollm2", "no_shard", marks=pytest.mark.slow),
     ],

@@ -410,7 +410,7 @@ FAMILIES = (*RECURRENT, *MIXTURES, "llama4", "glm4")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["bamba", *(full(kind) for kind in FAMILIES if kind != "bamba")])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_the_plan_is_what_real_tensors_take_in_each_family(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Rows of one document: shorter ones in packs would be filled up to a scan's chunk."""
     for mode in ("none", "full"):

@@ -118,7 +118,7 @@ def test_sharded_gradients_are_reduced_with_every_micro_batch(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["hybrid_shard", full("hybrid_shard_zero2")])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_replicas_of_shards_are_reduced_once_a_step(strategy: str, pool: WorkerPool, models: Path) -> None:
     """Shards of every micro-batch add up on each rank; then they are summed between the replicas."""
     case = Case("smollm2", 4, 1, fsdp=(("strategy", strategy),), dp_replicate=2)

@@ -13,7 +13,7 @@ from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train.step import cross_entropy
 from fsdp2kit.train.throughput import find_straggler
 from tests.parallel.jobs import Case, Recorder, build, run_loop
-from tests.reference import full, make_batches, tiny_model_dir
+from tests.reference import make_batches, tiny_model_dir
 from tests.train.test_wiring import config_of
 from tests.workers import WorkerPool
 
@@ -62,9 +62,7 @@ def slow_run(folder: Path, where: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("where", "share"), [("forward", "compute"), full("data", "data"), full("burning", "compute")]
-)
+@pytest.mark.parametrize(("where", "share"), [("forward", "compute"), ("data", "data"), ("burning", "compute")])
 def test_the_slowest_rank_is_named_with_what_it_does(pool: WorkerPool, models: Path, where: str, share: str) -> None:
     first, second = pool.run(2, slow_run, models, where)
     assert first["slowest_rank"] == second["slowest_rank"] == SLOW
