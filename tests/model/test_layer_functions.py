@@ -14,9 +14,11 @@ import torch
 from fsdp2kit.model.layer_functions import functions_of, use_no_kernels
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
-from tests.parallel.jobs import Case
+from fsdp2kit.parity.reference import Curves
+from tests.parallel.jobs import Case, run_case
 from tests.planner.models import planned
-from tests.reference import RECURRENT, full, tiny_model, tiny_model_dir
+from tests.reference import RECURRENT, full, make_batches, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
 
 KINDS = ["bamba", *(full(kind) for kind in RECURRENT if kind != "bamba")]
 # Of transformers' files: what they call a kernel for where its package is installed.
@@ -71,3 +73,19 @@ def test_a_model_on_a_cpu_runs_without_them(kind: str, monkeypatch: pytest.Monke
         ]
     borders = Borders(starts=[[0, 32]], device=ids.device)
     assert torch.equal(model(input_ids=ids, use_cache=False, borders=borders).logits, expected)
+
+
+def train(folder: Path, case: Case, *, has_kernels: bool) -> Curves:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if has_kernels:
+            install_kernels(case.kind, monkeypatch)
+        return run_case(folder, case, make_batches(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_a_cpu_is_the_same_with_kernels_installed(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir(kind, tmp_path)
+    case = Case(kind, micro=4, attention="auto")
+    (without,), (found,) = (pool.run(1, train, tmp_path, case, has_kernels=each) for each in (False, True))
+    assert found.loss == without.loss
+    assert found.grad_norm == without.grad_norm
