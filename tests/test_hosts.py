@@ -184,7 +184,7 @@ def refusals(folder: Path) -> dict[str, tuple[str, float]]:
             said, began = "", time.monotonic()
             with pytest.MonkeyPatch.context() as patch:
                 try:
-                    check_hosts(case(place, world.rank, patch), world, seconds=5.0 if name == "late" else 0.3)
+                    check_hosts(case(place, world.rank, patch), world, seconds=60.0 if name == "late" else 0.3)
                 except UserError as error:
                     said = str(error).replace(str(place), "F")
             found[name] = said, time.monotonic() - began
@@ -198,7 +198,7 @@ def test_hosts_that_differ_are_refused(pool: WorkerPool, tmp_path: Path) -> None
         for name, (_, expected) in CASES.items():
             said, seconds = found[name]
             assert said.startswith(expected) if expected else not said, f"{name}: {said}"
-            assert seconds < 4
+            assert seconds < 30
     assert not list(tmp_path.rglob(".fsdp2kit-start-*"))
     assert not list(tmp_path.rglob("runs")), "a refused start leaves nothing"
 

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -343,6 +344,12 @@ def engine_of(*servers: StandIn, at_once: int = 64, **options: Any) -> ServerEng
     """The engine of these stand-ins."""
     clients = [server_of(server, **options) for server in servers]
     return ServerEngine(clients, dtype=torch.bfloat16, stops=OPTIONS["stops"], at_once=at_once)
+
+
+def hangs() -> int:
+    """A fault: no answer while a test runs."""
+    time.sleep(600)
+    return 500
 
 
 def ask(engine: ServerEngine) -> list[Response]:
