@@ -302,6 +302,8 @@ def check_writable(directory: Path, *, where: str) -> None:
         probe = directory / f".probe-{uuid.uuid4().hex}"  # ranks of several hosts do this at once
         probe.touch()
         probe.unlink()
+    except NotImplementedError as error:  # of a protocol that only reads
+        raise UserError(where, f"{directory} cannot be written ({error})", "choose a place that can be") from error
     except OSError as error:
         reason = errno.errorcode.get(error.errno or 0, "error")
         what = f"{directory} cannot be written ({error.strerror or error}, {reason})"

@@ -70,8 +70,7 @@ def _check_sources(data: DataConfig) -> None:
     if 0 < with_weight < len(parts):
         what = f"{with_weight} of {len(parts)} have a weight"
         raise UserError("data.sources", what, "give all of them one, or none")
-    names = Counter(part.name for part in parts if part.name is not None)
-    if twice := [name for name, count in names.items() if count > 1]:
+    if twice := [name for name, count in Counter(data.source_names()).items() if count > 1]:
         raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -82,7 +83,7 @@ class SourceConfig(DataPathConfig):
     """One source of a mix. Give all sources a weight, all sources epochs, or neither."""
 
     name: str | None = None
-    """Name in the metrics. Default: the path's last part."""
+    """Name in the metrics. Default: the path's last part; where two have the same, with their places in the mix."""
     weight: PositiveFloat | None = None
     """Share of the mix's tokens, relative to the other weights. Default: the source's number of tokens."""
     epochs: PositiveFloat | None = None
@@ -129,6 +130,14 @@ class DataConfig(Section):
     for a stream."""
     prefetch: NonNegativeInt = 2
     """Global batches made in the background, ahead of the step."""
+
+    def source_names(self) -> list[str]:
+        """The name of each source in the metrics."""
+        own = [part.name or Path(part.path).name.partition(".")[0] for part in self.sources]
+        return [
+            part.name or (name if name and own.count(name) == 1 else f"{name}-{at}".removeprefix("-"))
+            for at, (part, name) in enumerate(zip(self.sources, own, strict=True))
+        ]
 
     def column(self, name: str) -> str:
         """The data's name for our column ``name``."""

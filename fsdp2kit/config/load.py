@@ -209,11 +209,10 @@ def _drop_alternatives(
     given = {key.strip(): text.strip() for key, _, text in (override.partition("=") for override in overrides)}
     for pair in ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
-            if key in given and other not in given and given[key].lower() not in ("none", "null"):
-                replaced = _take_out(values, other.split("."))
-                if replaced:
-                    what = f"{len(replaced)} entries" if isinstance(replaced, list) else replaced
-                    say(f"override {key}={given[key]} takes the place of {other} = {what} of {source}")
+            is_given = key in given and other not in given and given[key].lower() not in ("none", "null")
+            if is_given and (replaced := _take_out(values, other.split("."))):
+                what = f"{len(replaced)} entries" if isinstance(replaced, list) else replaced
+                say(f"override {key}={given[key]} takes the place of {other} = {what} of {source}")
 
 
 def _drop_other_variants(
@@ -388,8 +387,9 @@ def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
         return f'write "{option}"'
     if "bool_type" in kinds and (truth := _TRUTHS.get(str(given).lower())):
         return f"write {truth}"
+    comma = "" if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", str(given)) else "."
     try:
-        number = float(str(given).replace(",", ""))
+        number = float(str(given).replace(",", comma))
     except ValueError:
         return None
     if "int_type" in kinds and number.is_integer():

@@ -225,7 +225,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; norms and biases (parameters of fewer than two dimensions) are exempt."""
+    """Decoupled weight decay; norms and biases (fewer than two dimensions, or named `…bias`) are exempt."""
 
 
 class AdamWConfig(OptimizerConfig):
@@ -272,7 +272,7 @@ class LRScheduleConfig(Section):
     name: str
     """"constant", "linear", "cosine" or "wsd"."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up, fewer than the run has; the first step has lr = 0 / warmup_steps."""
+    """Steps of linear warm-up, fewer than the run has; the first step has lr = 0 (under "wsd" min_lr_ratio · lr)."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The warm-up as a share of the run's steps, instead of `warmup_steps`."""
 
@@ -322,7 +322,7 @@ class WSDScheduleConfig(LRScheduleConfig):
 
     def warmup(self, total_steps: int) -> int:
         steps = super().warmup(total_steps)
-        if total_steps and not self.warmup_ratio and steps + (self.decay_steps or 0) > total_steps:
+        if total_steps and steps + (self.decay_steps or 0) > total_steps:
             what = f"{self.decay_steps} after {steps} steps of warm-up, but the whole run has {total_steps} steps"
             raise UserError("lr_schedule.decay_steps", what, "make one of them shorter")
         return steps

@@ -90,6 +90,9 @@ def check_paths(config: TrainingConfig) -> None:
             raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text, **tools))
     if os.path.isfile(config.run.dir):  # noqa: PTH113 (as below)
         raise UserError("run.dir", f"{config.run.dir} is a file", "name a directory, which need not be there yet")
+    if "://" in config.run.dir:
+        todo = "name a directory, and set checkpoint.dir and checkpoint.export_dir to the URL"
+        raise UserError("run.dir", f"{config.run.dir} is a URL, and a run directory lies on a disk", todo)
     for key, text in (("model.weights", config.model.weights), ("run.resume", config.run.resume)):
         if text in _WORDS[key] or "://" in text or os.path.exists(text):  # noqa: PTH110 (as below)
             continue

@@ -7,6 +7,7 @@ it is checked to be a piece of the whole text. Both ways give character spans of
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import re
@@ -27,6 +28,7 @@ _UNLEARNT = ("weight", "train", "training", "loss", "trainable")
 # What a part of a content may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
 _MEDIA = ("image", "video", "audio")
 _BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
+_OTHER = "\ue002"  # of Unicode's private use: no content begins with it
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:
@@ -166,6 +168,20 @@ class Chat:
         """The text of the first ``turns`` messages, by default of all; ``prompt`` appends the generation prompt."""
         return self.template.render(self.messages[:turns], prompt=prompt)
 
+    def begin_of(self, turn: int) -> int:
+        """Where the whole text begins to depend on what the messages from ``messages[turn]`` on say.
+
+        Some templates render the messages before them in another way when nothing follows.
+        """
+        others = [
+            {key: value for key, value in message.items() if key not in _SPOKEN}
+            | {"content": [{"type": "text", "text": _OTHER}] if isinstance(message.get("content"), list) else _OTHER}
+            for message in self.messages[turn:]
+        ]
+        text, other = self.text(), self.template.render([*self.messages[:turn], *others])
+        sizes = range(min(len(text), len(other)))
+        return bisect.bisect_left(sizes, True, key=lambda size: text[: size + 1] != other[: size + 1])
+
 
 def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The texts that may end a turn: those of the special tokens, the longest first."""
@@ -188,9 +204,10 @@ def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) ->
         spans = _prefix_spans(chat, text, endings, turns)
     else:
         closing = tuple(ending for ending in endings if ending != chat.bos_token)
-        begin = len(chat.text(learn_from)) if learn_from else 0
-        spans = [span for span in _marked_spans(chat, text, closing) if span[0] >= begin]
-        spans = spans[-1:] if train_on == "last" else spans
+        spans = _marked_spans(chat, text, closing)
+        if first := turns[0] if turns and train_on == "last" else learn_from:
+            begin = chat.begin_of(first)
+            spans = [span for span in spans if span[1] > begin]
     if len(spans) == len(turns):  # markers may enclose a turn in several pieces, and some may be empty
         for turn, (start, end) in zip(turns, spans, strict=True):
             if text[start:end].strip() in ("", *endings):
@@ -210,8 +227,9 @@ def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]
     spans = []
     for start, end in zip(ends[::2], ends[1::2], strict=False):
         is_ended = text[start:end].rstrip().endswith(endings)
-        following = next((len(one) for one in endings if text.startswith(one, end)), 0)
-        spans.append((start, end if is_ended else end + following))
+        if start < end and not is_ended:
+            end += next((len(one) for one in endings if text.startswith(one, end)), 0)
+        spans.append((start, end))
     return spans
 
 

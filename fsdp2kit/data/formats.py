@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools
-from fsdp2kit.data.rows import Row, without_none
+from fsdp2kit.data.rows import Row, load_json, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
@@ -52,8 +52,8 @@ def texts_of(row: Columns) -> Sequence[Chat | Plain]:
     if kind == "alpaca":
         return [_alpaca(row)]
     if kind == "prompt_completion":
-        prompt, completion = messages_in(row["prompt"]), row["completion"]
-        return [_pair(row, prompt, completion if isinstance(prompt, str) else messages_in(completion))]
+        prompt, completion = messages_in(row["prompt"], row.where), row["completion"]
+        return [_pair(row, prompt, completion if isinstance(prompt, str) else messages_in(completion, row.where))]
     if kind != "chat":
         raise ValueError(f"rows of the format {kind!r} are not encoded here")
     messages = row.messages()
@@ -69,8 +69,9 @@ def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool
         section: its format is one of `WRAPPED`.
     """
     columns = row.parse()
-    answer = messages_in(columns.get(section.column("chosen" if section.format == "preference" else "completion")))
-    prompt = messages_in(columns.get(section.column("prompt"))) or answer  # which may begin with it
+    side = "chosen" if section.format == "preference" else "completion"
+    answer = messages_in(columns.get(section.column(side)), row.where)
+    prompt = messages_in(columns.get(section.column("prompt")), row.where) or answer  # which may begin with it
     if section.wrap == "chat" or not tokenizer.chat_template:
         return False
     if not (isinstance(prompt, str) and isinstance(answer, str)):
@@ -92,7 +93,7 @@ def asked_in(row: Columns) -> Messages | str:
     It is in the column that ``[data.columns]`` names, or in a default column. An answer at the end is cut off.
     """
     check_no_media(row.all, row.where)
-    prompt = None if row.is_named("messages") else messages_in(row.given("prompt"))
+    prompt = None if row.is_named("messages") else messages_in(row.given("prompt"), row.where)
     messages = None if row.is_named("prompt") else row.messages()
     given = [] if prompt is None else [check_messages(_wrapped(prompt, "user"), row.where, name="prompt")]
     found = [one[: -1 if one[-1]["role"] == "assistant" else None] for one in (*given, messages) if one is not None]
@@ -111,7 +112,10 @@ def _alpaca(row: Columns) -> Chat:
     if about := row.get("input"):
         asked = f"{asked}\n\n{about}"
     messages = [{"role": "system", "content": row.all["system"]}] if row.all.get("system") else []
-    for turn in (*(row.from_json("history") or ()), (asked, answer)):
+    history = row.from_json("history") or []
+    if not isinstance(history, Sequence):
+        raise UserError(row.where, f"history is of type {type(history).__name__}", 'write [["question", "answer"], …]')
+    for turn in (*history, (asked, answer)):
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
             raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -142,8 +146,9 @@ def _wrapped(value: Any, role: str) -> Any:
 
 def _answers(row: Columns) -> list[Chat | Plain]:
     """``chosen`` and ``rejected``, each with the row's ``prompt``, or else with what both begin with."""
-    answers: list[Any] = [messages_in(row[name]) for name in _SIDES]
-    prompt, where = messages_in(row.given("prompt")), row.where
+    where = row.where
+    answers: list[Any] = [messages_in(row[name], where) for name in _SIDES]
+    prompt = messages_in(row.given("prompt"), where)
     are_texts = isinstance(answers[0], str)
     if are_texts != isinstance(answers[1], str):
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
@@ -206,10 +211,10 @@ def labelled_ids(row: Columns) -> tuple[list[int], list[bool]]:
     Labels are those of transformers' collators: not shifted.
     """
     where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
-    if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
-        raise UserError(where, f"input_ids holds {wrong}", "token ids are not negative, and fit into 32 bits")
-    labels = row.get("labels")
-    if 0 in (row.all.get("attention_mask") or []):
+    if wrong := [token for token in ids if not 0 <= token < 2**31]:
+        raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
+    labels, mask = row.given("labels"), row.all.get("attention_mask")
+    if mask is not None and 0 in _integers(mask, "attention_mask", where):
         raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
     if labels is None or row.section.train_on == "all":
         return ids, [True] * len(ids)
@@ -226,8 +231,8 @@ def labelled_ids(row: Columns) -> tuple[list[int], list[bool]]:
 def _integers(value: Any, name: str, where: str) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise UserError(where, f"{name} is of type {type(value).__name__}", f"give {name} as a list of integers")
-    if wrong := next((item for item in value if type(item) is not int), None):
-        raise UserError(where, f"{name} holds {wrong!r}", f"give {name} as a list of integers")
+    if wrong := [item for item in value if type(item) is not int]:
+        raise UserError(where, f"{name} holds {wrong[0]!r}", f"give {name} as a list of integers")
     return list(value)
 
 
@@ -354,12 +359,16 @@ class Columns:
         return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
 
 
-def messages_in(value: Any) -> Any:
-    """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON."""
+def messages_in(value: Any, where: str) -> Any:
+    """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON.
+
+    Raises:
+        UserError: it is JSON that no row may have; it names ``where``.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    with contextlib.suppress(json.JSONDecodeError, RecursionError):
-        found = json.loads(value)
+    with contextlib.suppress(json.JSONDecodeError):
+        found = load_json(value, where)
         if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
             return found
     return value

@@ -13,7 +13,9 @@ import functools
 import io
 import itertools
 import json
+import lzma
 import sys
+import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +91,8 @@ class RowReader:
 
     def _table_rows(self, file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
         with _readable(self._location):
+            if self._location.kind == "parquet" and not is_url(file) and not pq.read_metadata(file).num_rows:
+                return  # `datasets` refuses it
             self._table = _open_table(self._location, file, download=self._download)
             if "dataset" in start:
                 self._table.load_state_dict(start["dataset"])
@@ -232,7 +236,7 @@ def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
             else:
                 content.seek(start["offset"])
                 yield from _lines(file, content, start["offset"], start["line"], is_json=suffix != ".txt")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(file, f"cannot be read ({first_line(error)})", "check the file and its permissions") from None
 
 
@@ -292,20 +296,11 @@ def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Ite
 
 def _parse_json(data: bytes, where: str) -> Any:
     try:
-        value = json.loads(_decode(data, where))
+        return load_json(_decode(data, where), where)
     except json.JSONDecodeError as error:
         position = where if error.lineno == 1 else f"{where}:{error.lineno}"
         what = f"not valid JSON ({error.msg}, column {error.colno})"
         raise UserError(position, what, "one JSON object a line (.jsonl)") from None
-    except RecursionError:
-        raise UserError(where, "is nested too deep", "give flatter rows") from None
-    try:
-        if b"\\ud" in data or b"\\uD" in data:  # half of a surrogate pair, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        what = f"holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"
-        raise UserError(where, what, "mend or drop that row") from None
-    return value
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -313,6 +308,34 @@ def _decode(data: bytes, where: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(where, f"not UTF-8 ({error.reason} at byte {error.start})", "save the file as UTF-8") from None
+
+
+def load_json(text: str, where: str, name: str = "") -> Any:
+    """A text's JSON.
+
+    Args:
+        name: of the column that the text is in.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        UserError: it is JSON that no row may have.
+    """
+    its, dropped = f"{name} " if name else "", "mend or drop that row"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise UserError(where, f"{its}is nested too deep", "give flatter rows") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python reads no longer one
+        raise UserError(where, f"{its}holds an integer of more than 4300 digits", dropped) from None
+    try:
+        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        what = f"{its}holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"
+        raise UserError(where, what, dropped) from None
+    return value
 
 
 def _as_row(value: Any, where: str) -> dict[str, Any]:

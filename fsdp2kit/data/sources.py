@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_SPLIT = re.compile(r"[^\[\]+]+(\[(-?\d+%?)?:(-?\d+%?)?\])?")  # a name, perhaps with a slice
+_END = r"(-?(\d+|(\d\d?|100)%))?"  # of a slice
+_SPLIT = re.compile(rf"[^\[\]+]+(\[{_END}:{_END}\])?")  # a name, perhaps with a slice
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,10 @@ class RowSet(NamedTuple):
 
 def training_sets(data: DataConfig) -> list[RowSet]:
     """The training data: ``data.path``, or each of ``data.sources``."""
-    sets = []
-    for at, part in enumerate(data.sources):
-        name = part.name or Path(part.path).name.partition(".")[0] or str(at)
-        sets.append(RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name))
+    sets = [
+        RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name)
+        for at, (part, name) in enumerate(zip(data.sources, data.source_names(), strict=True))
+    ]
     return sets or [RowSet(data, "data.path")]
 
 
@@ -187,11 +189,18 @@ def _list_files(path: str) -> tuple[list[str], str | None]:
         # `pathlib` looks into linked directories as a shell does; fsspec does not.
         anchor = Path(path).anchor
         matches = Path(anchor).glob(str(Path(path).relative_to(anchor)))
-        return [str(match) for match in matches if match.is_file()], None
-    found = [full_name(file) for file in filesystem.find(root)]
+        named = {part for part in Path(path).parts if part.startswith(".")}
+        return [str(match) for match in matches if match.is_file() and (named or not _is_hidden(match.parts))], None
+    below = len(root.rstrip("/"))
+    found = [full_name(file) for file in filesystem.find(root) if not _is_hidden(file[below:].split("/"))]
     if not is_url(path):
         found = [file for file in found if Path(file).is_file()]  # editors leave dangling links as locks
     return found, full_name(root) if found or filesystem.isdir(root) else ""
+
+
+def _is_hidden(parts: Sequence[str]) -> bool:
+    """Whether one of a path's parts is hidden, like Jupyter's copies in ``.ipynb_checkpoints``."""
+    return any(part.startswith(".") for part in parts)
 
 
 def is_url(path: str) -> bool:

@@ -21,6 +21,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsdp2kit.data.rows import load_json
 from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
@@ -82,6 +83,7 @@ class Template:
         self._marked = mark_answers(self._source)
         self._variables = {**tokenizer.special_tokens_map, **variables}
         self._tools, self._where = tools, where
+        self._kind = (self._source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
 
     @property
     def has_markers(self) -> bool:
@@ -108,7 +110,7 @@ class Template:
         except TemplateSyntaxError as error:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             what = f"the chat template refuses the messages ({error})"
             todo = "change the row to what the template accepts, or set model.chat_template"
             raise UserError(self._where, what, todo) from None
@@ -156,7 +158,7 @@ class Template:
         Returns:
             None if the template rejects the row; rendering reports the error later.
         """
-        key = (self._source, *kind)
+        key = (*self._kind, *kind)
         if key in self._answers:
             return self._answers[key]
         rendered = False
@@ -311,7 +313,7 @@ def parsed(value: Any, where: str, name: str) -> Any:
     if not isinstance(value, str) or not value:
         return value
     try:
-        return json.loads(value)
+        return load_json(value, where, name)
     except json.JSONDecodeError as error:
         what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
         todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"

@@ -168,6 +168,8 @@ def weights_digest(directory: str | Path) -> str:
     """
     edges, samples = hashlib.sha256(), hashlib.sha256()
     for path in sorted(Path(directory).glob("*.safetensors")):
+        if not path.is_file():
+            raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
         size = path.stat().st_size
         with path.open("rb") as file:
             edges.update(f"{path.name} {size}".encode())

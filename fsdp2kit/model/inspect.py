@@ -301,26 +301,28 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
     whole = copy.deepcopy(config)
     for config in {id(part): part for part in (whole, whole.get_text_config())}.values():
         for key, value in _SMALL.items():
-            if isinstance(given := _of(config, key), int) and given > value:
+            if isinstance(given := value_of(config, key), int) and given > value:
                 setattr(config, key, value)
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(config, key, None)
             if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= _SMALL["vocab_size"]:
-                with contextlib.suppress(Exception):  # some configs insist on an id, and none looks at it
+                try:
                     setattr(config, key, None)
+                except Exception:  # ModernBERT's decoder insists on an id
+                    setattr(config, key, 0)
         _choose_layers(config)
-        heads = _of(config, "num_attention_heads")
+        heads = value_of(config, "num_attention_heads")
         if isinstance(heads, int) and narrow:
-            given_kv_heads = _of(config, "num_key_value_heads") or heads
+            given_kv_heads = value_of(config, "num_key_value_heads") or heads
             groups = max(1, heads // given_kv_heads)
             kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
             config.num_attention_heads = groups * kv_heads
-            if _of(config, "num_key_value_heads") is not None:
+            if value_of(config, "num_key_value_heads") is not None:
                 config.num_key_value_heads = kv_heads
             if hasattr(config, "qk_nope_head_dim"):  # latent attention: what is rotated has a width of its own
                 config.head_dim = config.qk_rope_head_dim
                 config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-            elif _of(config, "head_dim") is not None:
+            elif value_of(config, "head_dim") is not None:
                 with contextlib.suppress(AttributeError):  # a property: hidden size ÷ heads
                     config.head_dim = _HEAD_DIM
             config.hidden_size = config.num_attention_heads * _HEAD_DIM
@@ -328,7 +330,7 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
     return whole
 
 
-def _of(config: Any, key: str) -> Any:
+def value_of(config: Any, key: str) -> Any:
     """A config's value. None if there is none, and if layers differ in it: transformers then raises an error."""
     try:
         return getattr(config, key, None)

@@ -179,6 +179,8 @@ class Source:
     """transformers' recipe; None where a tensor is at most renamed."""
     stored: list[tuple[str, str]] = field(default_factory=list)
     """Stored name, and the pattern of the converter that it matches."""
+    copies: list[str] = field(default_factory=list)
+    """Stored names of a tied tensor's second copy."""
     whole: Whole | None = None
     """The whole, whose files these are, of a model that is a text part."""
 
@@ -272,6 +274,7 @@ def _find_sources(
             found[name] = source
         elif source is not None:
             copies |= {key: alias for key, _ in source.stored}
+            found[name].copies += [key for key, _ in source.stored]
     return list(found.values()), unexpected, copies
 
 

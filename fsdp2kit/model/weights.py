@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -168,9 +168,13 @@ def _adapter_files(
 
 
 def _checked_sources(
-    model: PreTrainedModel, directory: Path, stored: Collection[str], *, allow_unexpected: bool
+    model: PreTrainedModel, directory: Path, stored: Mapping[str, Any], *, allow_unexpected: bool
 ) -> list[Source]:
-    """What `find_sources` gives; missing and unexpected tensors are refused."""
+    """What `find_sources` gives; missing and unexpected tensors are refused, and tied ones that are stored apart.
+
+    Args:
+        stored: safetensors slices by name.
+    """
     sources, unexpected = find_sources(model, stored)
     targets = base_tensors(model).keys()
     missing = targets - tied_names(model).keys()
@@ -187,7 +191,20 @@ def _checked_sources(
         what = f"{_some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
         raise UserError(str(directory), what, todo)
+    for source in sources:
+        for copy in source.copies:
+            _check_same(stored, source.stored[0][0], copy, where=str(directory))
     return sources
+
+
+def _check_same(stored: Mapping[str, Any], one: str, other: str, *, where: str) -> None:
+    """Refuse two tensors that differ and would become one. transformers then unties them, with a warning."""
+    shapes = [torch.Size(stored[name].get_shape()) for name in (one, other)]
+    pairs = zip(*(_row_blocks(stored[name], shapes[0]) for name in (one, other)), strict=True)
+    if shapes[0] != shapes[1] or not all(torch.equal(first, second) for first, second in pairs):
+        what = f"{one} and {other} differ, and the model's config makes them one tensor"
+        todo = "set model.config.tie_word_embeddings = false to train both, or drop the one that is not meant"
+        raise UserError(where, what, todo)
 
 
 def _check_shape(stored: Any, wanted: torch.Size, *, where: str) -> None:

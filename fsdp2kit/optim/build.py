@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -30,7 +31,7 @@ from fsdp2kit.optim.rounded_adamw import ELEMENTS_AT_ONCE, RoundedAdamW
 def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host: bool = False) -> Optimizer:
     """The optimizer of ``section.name`` over the trainable parameters.
 
-    Norms and biases (fewer than two dimensions) are not decayed. Build it after the model is sharded and its
+    Norms and biases are not decayed. Build it after the model is sharded and its
     parameters are where they stay.
 
     Args:
@@ -39,21 +40,24 @@ def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host
     Raises:
         UserError: the optimizer is torchao's, and that is not installed.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = [parameter for _, parameter in named]
+    # The biases of experts in one tensor are [E, out].
+    exempt = {id(parameter) for name, parameter in named if parameter.ndim < 2 or name.endswith("bias")}
+    groups = partial(_groups, exempt=exempt, decay=section.weight_decay)
     values: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     optimizer: Optimizer
     if isinstance(section, MuonConfig):
         matrices = hidden_matrices(model)
         inside = {id(matrix) for matrix in matrices}
         others = [parameter for parameter in trainable if id(parameter) not in inside]
-        groups = (_groups(one, section) for one in (matrices, others))
-        optimizer = MuonAdamW(*groups, momentum=section.muon_momentum, **values)
+        optimizer = MuonAdamW(groups(matrices), groups(others), momentum=section.muon_momentum, **values)
     elif section.name == "adamw":  # fused: one kernel over all shards, on CPU and CUDA alike
-        optimizer = torch.optim.AdamW(_groups(trainable, section), fused=True, **values)
+        optimizer = torch.optim.AdamW(groups(trainable), fused=True, **values)
     elif section.name == "adamw_bf16":
-        optimizer = RoundedAdamW(_groups(trainable, section), **values)
+        optimizer = RoundedAdamW(groups(trainable), **values)
     elif section.name == "adamw_8bit":
-        return _build_adamw_8bit(_groups(trainable, section), values)
+        return _build_adamw_8bit(groups(trainable), values)
     else:
         raise ValueError(f"no optimizer is built for optimizer.name = {section.name!r}")
     if state_on_host and any(parameter.device.type != "cpu" for parameter in trainable):
@@ -61,12 +65,16 @@ def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host
     return optimizer
 
 
-def _groups(parameters: Sequence[nn.Parameter], section: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameter groups, the decayed and then the others, without empty ones."""
-    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
-    exempt = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [(decayed, section.weight_decay), (exempt, 0.0)]
-    return [{"params": same, "weight_decay": decay} for group, decay in groups for same in by_mesh(group)]
+def _groups(parameters: Sequence[nn.Parameter], *, exempt: Collection[int], decay: float) -> list[dict[str, Any]]:
+    """Parameter groups, the decayed and then the others, without empty ones.
+
+    Args:
+        exempt: ids of parameters that are not decayed.
+    """
+    decayed = [parameter for parameter in parameters if id(parameter) not in exempt]
+    others = [parameter for parameter in parameters if id(parameter) in exempt]
+    groups = [(decayed, decay), (others, 0.0)]
+    return [{"params": same, "weight_decay": rate} for group, rate in groups for same in by_mesh(group)]
 
 
 def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimizer:

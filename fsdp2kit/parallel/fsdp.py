@@ -395,21 +395,23 @@ def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]
     if all(parameter.requires_grad for parameter in model.parameters()):
         return
 
+    tied = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
+
     def visit(name: str, module: nn.Module) -> Iterator[str]:
         parameters = list(module.parameters())
         holds_units = any(unit == name or unit.startswith(f"{name}.") for unit in units if unit)
         frozen = parameters and not any(parameter.requires_grad for parameter in parameters)
         if name in units:
             return
-        if frozen and name not in uncalled and _can_gather(module) and not holds_units:
+        shares = any(owner == name or owner.startswith(f"{name}.") for owner in tied)
+        if frozen and name not in uncalled and _can_gather(module) and not holds_units and not shares:
             yield name
             return
         for child, inner in module.named_children():
             yield from visit(f"{name}.{child}", inner)
 
-    tied = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
     for child, module in model.named_children():
-        yield from (name for name in visit(child, module) if name not in tied)
+        yield from visit(child, module)
 
 
 def _check_shared(model: nn.Module, units: set[str]) -> None:

@@ -58,7 +58,7 @@ def exact_answer(completions: Sequence[Any], answer: Sequence[Any], **_: Any) ->
 
     The final answer is the last ``\boxed{…}``, else what follows the last ``####`` that begins a line with a number,
     else the last number. Numbers are compared as fractions. A percentage equals its number with and without ÷ 100. If
-    the row's answer is no number, texts are compared, but for case and spaces.
+    the row's answer is no number, texts are compared, but for case and how long spaces are.
     """
     pairs = zip(completions, answer, strict=True)
     return [None if wanted is None else _is_answer(_text_of(one), str(wanted)) for one, wanted in pairs]
@@ -280,7 +280,7 @@ def _clean(text: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """A text without LaTeX's fonts, for a comparison that ignores case and spaces."""
+    """A text without LaTeX's fonts, for a comparison that ignores case and how long spaces are."""
     is_font, by = _CLEANED[0]
     words = unicodedata.normalize("NFKC", is_font.sub(by, text)).casefold().split()
     return " ".join(words).strip(" .$*")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from fsdp2kit.config.rl_schema import RolloutConfig
@@ -39,8 +41,11 @@ class Environments:
         if not is_good:
             self._process.kill()
             raise UserError(self._where, text, "mend the class, or its name")
-        self._receiver = threading.Thread(target=self._receive, daemon=True)
-        self._receiver.start()
+        # Sent by a thread of its own: where the pipe is full, those who ask still notice that their time is over.
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._send, self._receive)]
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> Environments:
         return self
@@ -68,19 +73,21 @@ class Environments:
     def end(self) -> None:
         """End the process, whatever it is doing."""
         self._process.kill()
-        self._receiver.join(timeout=5)
+        self._requests.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
         self._connection.close()
 
     def _ask(self, kind: str, number: int, argument: Any, *, given: str) -> Any:
         answer: Future[tuple[bool, Any]] = Future()
+        call = next(self._calls)
+        request = pickle.dumps((call, kind, number, argument))
         with self._lock:
             if self._cause:
                 answer.set_result((False, self._cause))
             else:
-                call = next(self._calls)
                 self._waiting[call] = answer
-                with suppress(OSError):  # the process has ended: `_receive` says so
-                    self._connection.send((call, kind, number, argument))
+                self._requests.put(request)
         try:
             is_good, value = answer.result(self._seconds)
         except TimeoutError:
@@ -94,6 +101,12 @@ class Environments:
             todo = "mend the environment" + more * self._is_late
             raise UserError(self._where, f"{kind}: {value}; it was given {given}", todo)
         return value
+
+    def _send(self) -> None:
+        """Send requests, until the process ends."""
+        with suppress(OSError):  # it has ended: `_receive` says so
+            while (request := self._requests.get()) is not None:
+                self._connection.send_bytes(request)
 
     def _receive(self) -> None:
         """Hand answers to those who wait, until the process ends."""

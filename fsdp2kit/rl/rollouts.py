@@ -289,8 +289,8 @@ class Rollouts:
         return self._weighted(rewards).reshape(-1, self._config.rollout.n)
 
     def _weighted(self, rewards: np.ndarray) -> np.ndarray:
-        """The weighted sums of rewards ``[responses, kinds]``."""
-        return rewards @ np.array([*self._weights.values()])
+        """The weighted sums of rewards ``[responses, kinds]``; the same for rows that are the same, unlike BLAS's."""
+        return (rewards * np.array([*self._weights.values()])).sum(axis=1)
 
     def _means(self, rewards: np.ndarray, responses: Sequence[Response]) -> dict[str, float]:
         """Means over responses and their rewards ``[responses, kinds]``."""

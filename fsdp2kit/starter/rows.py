@@ -99,7 +99,7 @@ def guess_format(rows: Sequence[Mapping[str, Any]], kind: str, *, where: str) ->
 
 def _is_conversation(values: Sequence[Any]) -> bool:
     """Whether all are lists of messages, or their JSON."""
-    found = [messages_in(value) for value in values]
+    found = [messages_in(value, "data.path") for value in values]
     return all(
         isinstance(one, list) and one and all(isinstance(each, dict) and {"role", "from"} & {*each} for each in one)
         for one in found

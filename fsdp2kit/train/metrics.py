@@ -22,6 +22,9 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.trackers import Tracker, start_trackers
 
+_ENDLESS = 1e9
+"""Seconds of a run that nobody waits for."""
+
 RECORD_KEYS = frozenset(
     (
         *("step", "epoch", "time", "loss", "grad_norm", "lr", "tokens", "input_tokens", "tokens_total"),
@@ -210,7 +213,8 @@ def format_record(
         also: keys to show besides those that every line has, and with them ``eval_KEY``.
     """
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
-    eta = None if eta_seconds is None else timedelta(seconds=round(eta_seconds))
+    # A run without an end in sight has a number of steps that is never reached.
+    eta = None if eta_seconds is None or eta_seconds > _ENDLESS else timedelta(seconds=round(eta_seconds))
     shown = {**record, "eta": eta}
     for key, form in (
         ("loss", "loss {:.4f}"),

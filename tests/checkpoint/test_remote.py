@@ -22,7 +22,7 @@ from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
+from fsdp2kit.checkpoint.store import check_writable, on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import exported
@@ -42,6 +42,11 @@ def url() -> str:
 
 def names(url: str) -> list[str]:
     return sorted(path.name for path in UPath(url).iterdir())
+
+
+def test_a_protocol_that_only_reads_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^checkpoint\.dir: http://localhost:1/x cannot be written"):
+        check_writable(to_path("http://localhost:1/x"), where="checkpoint.dir")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -210,7 +210,12 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             {"model": {"path": "gpt2", "weights": "/no/Random"}},
             "model.weights: /no/Random: no such directory; write",
         ),
+        (
+            {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_ratio": 0.5, "decay_steps": 5}},
+            "lr_schedule.decay_steps: 5 after 5 steps of warm-up, but the whole run has 9 steps",
+        ),
         ({"run": {"dir": __file__}}, f"run.dir: {__file__} is a file; name a directory"),
+        ({"run": {"dir": "s3://bucket/run"}}, "run.dir: s3://bucket/run is a URL, and a run directory lies on a disk"),
         ({"run": {"resume": "/no/last"}}, "run.resume: /no/last: no such directory; give the path of a checkpoint"),
         ({"train": {"steps": 9, "max_nonfinite": 3}}, "train.max_nonfinite: 3 with train.on_nonfinite = 'stop'"),
         (

@@ -32,6 +32,10 @@ CASES = {
     "one weight of two": ({"data": {"sources": [{**A, "weight": 1}, B]}}, "1 of 2 have a weight"),
     "weights and epochs": ({"data": {"sources": [{**A, "weight": 1}, {**B, "epochs": 2}]}}, "1 of 2 have epochs"),
     "two of a name": ({"data": {"sources": [{**A, "name": "x"}, {**B, "name": "x"}]}}, "two are named 'x'"),
+    "a name for two of three": (
+        {"data": {"sources": [{**A, "name": "b-2"}, B, {"path": "c/b.jsonl"}]}},
+        "two are named 'b-2'",
+    ),
     "stream for epochs": ({"data": {**A, "streaming": True}, "train": {"epochs": 1}}, "give train.steps"),
     "stream of nothing": ({"data": {"streaming": True}}, "data.path: is required"),
     "stream with epochs": ({"data": {"streaming": True, "sources": [{**A, "epochs": 1}]}}, "give weights"),
@@ -113,3 +117,9 @@ def test_paths_in_lists_and_tables_are_relative_to_the_toml(tmp_path: Path) -> N
 def test_typos_in_them_are_named(sections: dict, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=what):
         config_of(tmp_path, **sections)
+
+
+def test_sources_have_names_of_their_own(tmp_path: Path) -> None:
+    """Their losses and what is held out of them go by name."""
+    parts = [{"path": "a/train.jsonl"}, {"path": "b/train.jsonl"}, {"path": "code.jsonl"}, {**A, "name": "x"}]
+    assert config_of(tmp_path, data={"sources": parts}).data.source_names() == ["train-0", "train-1", "code", "x"]

@@ -46,6 +46,19 @@ MARKED_WIDE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Every text ends with a token, a conversation's and a prompt's alone.
+ENDED = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{% generation %}{{ ' ' + message['content'] }}"
+    "{% endgeneration %}{% endif %}{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+)
+# An answer's end-of-turn token is a span of its own, and a user's turn has an empty one.
+IN_PIECES = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% endgeneration %} | {% generation %}<|im_end|>{% endgeneration %}{% else %}{% generation %}{% endgeneration %}"
+    "{{ '<|im_start|>' + message['content'] + '[/INST]' }}{% endif %}{% endfor %}"
+)
+
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<|eot_id|>", "[INST]", "[/INST]", "</s>", "<start_of_turn>", "<end_of_turn>"]
 CORPUS = ["Is water wet? Yes, water is wet.", "the user and the assistant think, then the assistant says hello there"]

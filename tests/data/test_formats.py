@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -101,6 +102,19 @@ def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) ->
     assert "a text and a list" in refused(mixed, tokenizer, COMPLETION)
 
 
+def test_a_prompt_that_is_rendered_otherwise_alone_is_no_reason_to_learn_nothing() -> None:
+    """Where a template ends every text with a token, or drops the reasoning of all but the last answer."""
+    ending = make_tokenizer(templates.ENDED, eos="</s>")
+    row = {"prompt": SINGLE[:1], "completion": [{"role": "assistant", "content": "b c"}]}
+    assert learnt(row, ending, COMPLETION)[1] == " b c</s>"
+    qwen = tokenizer_of("qwen3", marked=True)
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "think " * 30}
+    row = {"prompt": [SINGLE[0], thought, MULTI[2]], "completion": MULTI[3:]}
+    assert learnt(row, qwen, COMPLETION)[1] == f"<think>\n\n</think>\n\n{SECOND}<|im_end|>"
+    sides = {name: [SINGLE[0], thought, MULTI[2], {**NO, "content": name}] for name in ("chosen", "rejected")}
+    assert [mine for _, mine in pair_of(sides, qwen)] == [f"<think>\n\n</think>\n\n{name}<|im_end|>" for name in sides]
+
+
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
     tokenizer = tokenizer_of("hermes", marked=marked)
@@ -180,6 +194,15 @@ def test_tokens_as_they_are(tokenizer) -> None:
     assert "holds -1" in refused({"input_ids": [5, -1]}, tokenizer, how)
     assert "of type str" in refused({"input_ids": "5 6"}, tokenizer, how)
     assert "padded" in refused({"input_ids": [5, 6], "attention_mask": [1, 0]}, tokenizer, how)
+    for wrong in (None, "", 0.0, False):
+        assert f"holds {wrong!r}" in refused({"input_ids": [5, wrong, 6]}, tokenizer, how)
+    for wrong in (1, "11"):
+        assert "attention_mask is of type" in refused({"input_ids": [5], "attention_mask": wrong}, tokenizer, how)
+
+
+def test_labels_that_are_named_are_read(tokenizer) -> None:
+    how = DataConfig(format="tokens", columns=ColumnsConfig(labels="loss_lables"))
+    assert "no 'loss_lables'" in refused({"input_ids": [5, 6], "loss_labels": [-100, 6]}, tokenizer, how)
 
 
 NO, SYSTEM = {"role": "assistant", "content": "No."}, {"role": "system", "content": "Be brief."}
@@ -329,6 +352,29 @@ def test_half_a_character_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("\\ud83c\\udf0a", "\\ud83c") + "\n")
     with pytest.raises(UserError, match=r"a\.jsonl:2: holds \\ud83c, half of a surrogate pair"):
         documents_of(str(tmp_path / "a.jsonl"))
+
+
+HALF = json.dumps([SINGLE[0], {"role": "assistant", "content": "\ud83c x"}])
+CALLS = [SINGLE[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 10**5}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "what"),
+    [
+        ({"messages": HALF}, "chat", "messages holds \\ud83c, half of a surrogate pair"),
+        ({"prompt": "a", "completion": HALF}, "prompt_completion", "a text and a list of messages"),
+        ({"prompt": HALF, "completion": HALF}, "prompt_completion", "holds \\ud83c, half of a surrogate pair"),
+        ({"messages": SINGLE, "tools": '["\\ud83c"]'}, "chat", "tools holds \\ud83c, half"),
+        ({"messages": "[" * 10**5}, "chat", "messages is nested too deep"),
+        ({"messages": CALLS}, "chat", "nested too deep"),
+        ({"messages": "[" + "1" * 5000 + "]"}, "chat", "messages holds an integer of more than 4300 digits"),
+        ({"instruction": "a", "output": "b", "history": 5}, "alpaca", "history is of type int"),
+    ],
+)
+def test_json_that_no_row_may_have_is_refused_in_a_text_too(row: dict, format: Any, what: str, tokenizer) -> None:
+    if "holds" not in what and format == "prompt_completion":  # a text is no JSON, whatever it looks like
+        row = {**row, "completion": SINGLE[1:]}
+    assert what in refused(row, tokenizer, DataConfig(format=format))
 
 
 def test_rows_of_parquet_are_named_by_their_file(tmp_path: Path) -> None:

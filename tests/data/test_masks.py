@@ -56,6 +56,12 @@ def test_markers_agree_with_transformers_own_mask_where_that_is_right() -> None:
     assert [int(one) for one in supervised] == theirs["assistant_masks"]
 
 
+def test_the_last_turn_is_all_its_spans() -> None:
+    tokenizer = make_tokenizer(templates.IN_PIECES, eos="<|im_end|>")
+    assert learnt(tokenizer, QUESTIONS, train_on="last") == "Yes  <|im_end|>"
+    assert learnt(tokenizer, QUESTIONS) == "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"
+
+
 def test_a_span_that_ends_in_a_space_outside_all_offsets() -> None:
     # transformers' own mask runs on into the user's next turn here.
     tokenizer = make_tokenizer(templates.MARKED, trim_offsets=True)
@@ -148,3 +154,16 @@ def test_a_row_that_the_template_refuses_among_others_is_named() -> None:
     rows = [turns(text, "yes") for text in ("yes", "no", "maybe")]
     with pytest.raises(UserError, match=r"row 1.*never"):
         encode_together(rows, tokenizer, train_on="all")
+
+
+def test_what_a_template_leaves_out_does_not_depend_on_the_rows_before() -> None:
+    template = (
+        "{% if not tools %}{{ messages[0].content }}{% else %}{{ tools }}{% endif %}"
+        "{% for message in messages[1:] %}[INST]{{ message.content }}{% generation %}{% endgeneration %}{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "Be brief."}, *turns("a", "b")]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    encode_chat(talk, tokenizer)
+    with pytest.raises(UserError, match="leaves out"):
+        encode_chat(talk, tokenizer, tools=[tool])

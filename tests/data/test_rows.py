@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
@@ -115,7 +120,7 @@ def test_slices_go_over_the_files_of_a_split(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="there are no rows"):
         read(tmp_path, "train[50:]")
-    for split in ("train[1]", "train[a:]", "train[:1]+train[2:]"):
+    for split in ("train[1]", "train[a:]", "train[:1]+train[2:]", "train[:150%]"):
         with pytest.raises(UserError, match="is no split"):
             read(tmp_path, split)
 
@@ -160,6 +165,32 @@ def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> 
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=what):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
+    whole = {"gz": gzip, "bz2": bz2, "xz": lzma}[suffix].compress(b'{"a": 1}\n' * 10_000)
+    path, middle = tmp_path / f"a.jsonl.{suffix}", len(whole) // 2
+    for content in (whole[:middle] + bytes(8) + whole[middle + 8 :], whole[:middle], b"no such thing"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{path}: cannot be read"):
+            read(path)
+
+
+def test_hidden_files_are_not_read(tmp_path: Path) -> None:
+    """Jupyter's copies would double the data."""
+    for folder in ("", ".ipynb_checkpoints/", "a/.cache/"):
+        write_rows(tmp_path / f"{folder}x.jsonl", ROWS)
+    for path in (str(tmp_path), f"{tmp_path}/**/*.jsonl", f"file://{tmp_path}"):
+        assert read(path) == ROWS
+    assert read(f"{tmp_path}/.ipynb_checkpoints") == read(f"{tmp_path}/.ipynb_checkpoints/*") == ROWS
+
+
+def test_a_part_without_rows_is_passed_over(tmp_path: Path) -> None:
+    table = pa.table({"a": [1, 2]})
+    for name, rows in (("0", 0), ("1", 2), ("2", 0)):
+        pq.write_table(table.slice(0, rows), tmp_path / f"{name}.parquet")
+    assert read(tmp_path) == [{"a": 1}, {"a": 2}]
 
 
 def test_not_utf8(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ def test_a_weights_digest_is_of_the_content_not_the_place(tmp_path: Path) -> Non
     assert weights_digest(copy) != weights_digest(path)
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_weights_that_are_no_file_are_named(is_link: bool, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.symlink_to("/no/where") if is_link else weights.mkdir()
+    with pytest.raises(UserError, match=rf"{weights}: is no file, or a link to one that is not there"):
+        weights_digest(tmp_path)
+
+
 def test_a_weights_digest_is_of_every_tensor(tmp_path: Path) -> None:
     """A merged adapter leaves the file's size, its header and its last tensor as they were."""
     one, other = tmp_path / "one", tmp_path / "other"

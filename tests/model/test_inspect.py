@@ -229,3 +229,8 @@ def test_rows_beyond_what_a_model_was_made_for_are_said(
     assert said is not None
     assert said.startswith(f"data.seq_len {limit + 1:,} is beyond the {limit:,} positions")
     assert beyond_positions(AutoConfig.for_model("mamba"), seq_len=10**9) is None
+
+
+def test_a_copy_of_a_model_whose_config_insists_on_padding_runs() -> None:
+    model = AutoModelForCausalLM.from_config(shrink_config(AutoConfig.for_model("modernbert-decoder")))
+    assert model(input_ids=torch.arange(2, 14)[None]).logits.isfinite().all()

@@ -86,6 +86,18 @@ def test_a_tied_weight_may_be_stored_under_either_name(stored_as: str, tmp_path:
     _assert_equal(_loaded(path), expected)
 
 
+def test_a_tied_weight_that_is_stored_twice_and_differs_is_refused(tmp_path: Path) -> None:
+    """transformers unties them: one tensor would be another model."""
+    path = tiny_model_dir("smollm2", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors")
+    assert _plain(path).keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
+    with pytest.raises(UserError, match=r"lm_head\.weight differ, .*tie_word_embeddings = false"):
+        _loaded(path)
+
+
 @pytest.mark.parametrize(("size", "shard"), [(2, 2), slow(3, 3), full(4, 2)])
 def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
     kinds = ("smollm2", "llama3", "mixtral", "gemma3")

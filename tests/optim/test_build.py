@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.trainer_pt_utils import get_parameter_names
 
-from fsdp2kit.config.optimization import AdamWConfig, LRScheduleConfig, PlainScheduleConfig
+from fsdp2kit.config.optimization import AdamWConfig, LRScheduleConfig, MuonConfig, PlainScheduleConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 
@@ -93,6 +95,20 @@ def test_only_matrices_are_decayed() -> None:
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-6)
+
+
+@pytest.mark.parametrize("section", [AdamWConfig(weight_decay=0.3), MuonConfig(name="muon", weight_decay=0.3)])
+def test_biases_of_experts_are_not_decayed(section: Any) -> None:
+    """They are ``[E, out]``."""
+    config = AutoConfig.for_model("gpt_oss", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(section, model).param_groups
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    # Attention sinks are one number a head, which transformers decays.
+    theirs = get_parameter_names(model, [GptOssRMSNorm], [r"bias$", r"sinks$"])
+    assert decayed == {*theirs}
 
 
 def test_a_group_without_parameters_is_left_out() -> None:

@@ -120,7 +120,10 @@ def test_heads_that_cudas_kernel_does_not_take_keep_the_models_attention(width: 
             {"cp": 4, "method": "ulysses", "seq_len": 4098},
             "data.seq_len: 4098 is not divisible by mesh.cp 4; use 4096 or 4100",
         ),
-        ({"cp": 2, "hf_config": MambaConfig(num_hidden_layers=1)}, "has no attention heads; set mesh.cp = 1"),
+        (
+            {"cp": 2, "hf_config": MambaConfig(num_hidden_layers=1)},
+            "has no attention heads, or not as many in ev.*; set mesh.cp",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(options: dict[str, Any], says: str) -> None:

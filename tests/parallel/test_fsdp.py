@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -100,3 +101,14 @@ def test_precision_is_the_sections() -> None:
     assert found["model.norm"] == ("float32", "float32")
     found = {unit.name: unit.output_dtype for unit in plan_units(FSDPConfig(class_dtypes=section.class_dtypes), model)}
     assert (found["model.layers.0"], found["model.norm"]) == (None, "bfloat16")
+
+
+def test_what_is_frozen_around_a_tied_embedding_is_no_unit() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("modernbert-decoder", vocab_size=128, pad_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers" in name)
+    names = {unit.name for unit in plan_units(FSDPConfig(), model)}
+    assert "model.embeddings.norm" in names
+    assert not names & {"model.embeddings", "model.embeddings.tok_embeddings", "decoder"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_ordinary_models_pass(model_type: str) -> None:
         ("llama4_text", {**_LLAMA4, "floor_scale": 512}, "data.seq_len.*512"),
         ("jamba", {}, "data.pack"),
         ("recurrent_gemma", {}, "data.pack"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise.*; set preflight\.allow"),
     ],
 )
 def test_what_would_train_something_else_is_refused(model_type: str, overrides: dict[str, Any], says: str) -> None:
@@ -159,6 +160,17 @@ def test_sinks_and_chunks_are_packed_and_cut(attention: str, cp: int) -> None:
     check("opt", attention=attention, dropout=0.0)
     check("gpt_oss", cp=cp, attention=attention, num_hidden_layers=2, num_local_experts=4)
     check("llama4_text", cp=cp, attention=attention, **_LLAMA4)
+
+
+@pytest.mark.parametrize(("model_type", "is_told"), [("llama", True), ("stablelm", False), ("nemotron", False)])
+def test_flash_attention_is_told_where_packed_documents_begin(model_type: str, is_told: bool) -> None:
+    """Some layers hand no keyword arguments on to attention."""
+    sizes = {"vocab_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 4, "num_attention_heads": 4}
+    section = ModelConfig(config={"model_type": model_type, "hidden_size": 64, **sizes}, weights="random")
+    config = TrainingConfig(recipe="x", model=ModelConfig(attention="flash_attention_2"))
+    expected = pytest.raises(UserError, match=r"flash_attention_2.*: packed documents would see each other")
+    with nullcontext() if is_told else expected:
+        plan_parallel(build_model(section), config, MeshSizes(1, 1, 1))
 
 
 def test_kernels_that_leave_sinks_or_chunks_out_are_refused() -> None:

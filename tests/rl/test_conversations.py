@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Request, Response
+from fsdp2kit.rl.environments import Environments
 from tests.data.families import FAMILIES, tokenizer_of
 
 ENVIRONMENTS = '''
@@ -64,6 +66,13 @@ class Hangs(Talk):
     async def step(self, messages):
         time.sleep(60)  # in the loop itself, so that it answers nobody
 
+class Long(Talk):
+    """Answers at length at once, or not at all."""
+    async def step(self, messages):
+        if self.says[0] == "hangs":
+            time.sleep(600)
+        return [{"role": "user", "content": "a" * 300_000}]
+
 class Wrong(Talk):
     def reset(self, row):
         return "hello"
@@ -109,16 +118,21 @@ class Scripted(Engine):
         return found
 
 
-@contextmanager
-def holding(
-    folder: Path, name: str, tokenizer: Any, *, seq_len: int = 512, code: str = ENVIRONMENTS, **rollout: Any
-) -> Iterator[Conversations]:
+def config_of(folder: Path, name: str, *, seq_len: int = 512, code: str = ENVIRONMENTS, **rollout: Any) -> RLConfig:
     (folder / "games.py").write_text(code)
     values = {"recipe": "grpo", "model": {"path": "gpt2"}, "data": {"path": "x", "seq_len": seq_len}}
     section = {"environment": f"{folder}/games.py:{name}", "max_new_tokens": 64, **rollout}
-    config = RLConfig.model_validate({**values, "train": {"steps": 1}, "rollout": section})
-    with Conversations(config, tokenizer) as conversations:
+    return RLConfig.model_validate({**values, "train": {"steps": 1}, "rollout": section})
+
+
+@contextmanager
+def holding(folder: Path, name: str, tokenizer: Any, **options: Any) -> Iterator[Conversations]:
+    with Conversations(config_of(folder, name, **options), tokenizer) as conversations:
         yield conversations
+
+
+def environments_of(folder: Path, name: str, **options: Any) -> Environments:
+    return Environments(config_of(folder, name, **options).rollout)
 
 
 def asked(*rows: dict[str, Any]) -> list[Question]:
@@ -299,6 +313,30 @@ def test_a_class_that_is_none_stops_the_start(name: str, message: str, tmp_path:
     expected = pytest.raises(UserError, match=rf"^rollout\.environment: .*games\.py:{name}: {message}")
     with expected, holding(tmp_path, name, tokenizer_of("qwen25")):
         pass
+
+
+@pytest.mark.timeout(120)
+def test_more_than_a_pipe_holds_is_sent_both_ways_at_once(tmp_path: Path) -> None:
+    turn = [{"role": "assistant", "content": "b" * 300_000}]
+    with ThreadPoolExecutor(16) as threads, environments_of(tmp_path, "Long") as environments:
+        opened = [environments.open() for _ in range(16)]
+        for _ in threads.map(lambda number: environments.reset(number, {"says": []}), opened):
+            pass
+        for _ in range(4):
+            answers = [*threads.map(lambda number: environments.step(number, turn), opened)]
+            assert answers == 16 * [[{"role": "user", "content": "a" * 300_000}]]
+
+
+@pytest.mark.timeout(120)
+def test_one_that_hangs_and_does_not_read_what_it_is_sent_is_ended(tmp_path: Path) -> None:
+    turn = [{"role": "assistant", "content": "b" * 300_000}]
+    with ThreadPoolExecutor(16) as threads, environments_of(tmp_path, "Long", environment_seconds=2.0) as environments:
+        opened = [environments.open() for _ in range(16)]
+        for number in opened:
+            environments.reset(number, {"says": ["hangs"]})
+        for asked_for in [threads.submit(environments.step, number, turn) for number in opened]:
+            with pytest.raises(UserError, match=r"did not answer within 2 s"):
+                asked_for.result()
 
 
 def test_a_loop_that_hangs_and_a_reset_without_messages(tmp_path: Path) -> None:

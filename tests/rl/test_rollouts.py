@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -27,7 +27,7 @@ from fsdp2kit.data.contents import Content
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
-from fsdp2kit.objectives.policy import PolicyLoss
+from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations
 from fsdp2kit.rl.engine import Response
@@ -648,6 +648,17 @@ def test_a_run_that_learns_nothing_is_warned_of_once(toml: Path, pool: WorkerPoo
     options = [f"run.dir='{tmp_path}/x'", f"reward=[{{function='{toml.parent}/mine.py:same'}}]", "train.steps=2"]
     [said] = pool.run(1, _lines_of_recipe, str(toml), options)
     assert re.findall(r"warning: step (\d+): no group has a signal", said) == ["1"]
+
+
+def test_rewards_that_are_the_same_have_the_same_sum() -> None:
+    """Or a group of them would have a signal; BLAS adds up some rows in another order."""
+    rng = np.random.default_rng(0)
+    for groups in range(1, 60):
+        rewards = rng.random((groups, 8)).round(3).repeat(3, axis=0)
+        weights = SimpleNamespace(_weights={str(at): weight for at, weight in enumerate(rng.random(8))})
+        sums = Rollouts._weighted(cast(Any, weights), rewards).reshape(-1, 3)
+        assert not has_signal(sums).any()
+        np.testing.assert_allclose(sums.flatten(), rewards @ [*weights._weights.values()], rtol=1e-14)
 
 
 @pytest.mark.full

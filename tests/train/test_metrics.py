@@ -190,6 +190,7 @@ def test_a_full_line() -> None:
         "step 1/9",
         "loss nan",
     ]
+    assert format_record({"step": 1}, total_steps=10**20, eta_seconds=1e20) == [f"step {1:>21}/{10**20}"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

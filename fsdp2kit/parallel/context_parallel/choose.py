@@ -12,11 +12,12 @@ from fsdp2kit.config.checks import check_seq_len, multiples_near
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.flops import attention_layers
-from fsdp2kit.model.inspect import Traits
+from fsdp2kit.model.inspect import Traits, value_of
 from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import (
     CHUNKED,
     attention_inputs,
+    document_borders,
     layer_kinds,
     layer_windows,
     unknown_kinds,
@@ -54,6 +55,8 @@ def choose_path(
     path = AttentionPath(method, kernel, reason, why, every_row, recurrent_layers=recurrent)
     if method or kernel == VARLEN:
         _check_path(path, model, traits, cp=cp, pack=config.data.pack)
+    if kernel.startswith("flash") and config.data.pack and (what := traits.once("borders", _find_lost_borders)):
+        raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
     return path
 
 
@@ -62,9 +65,10 @@ def _choose_method(
 ) -> tuple[Method, str]:
     """The context-parallel method, and why."""
     text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
+    heads = value_of(text, "num_attention_heads")
     if not heads:
-        raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
+        what = f"{cp}, but {type(model).__name__} has no attention heads, or not as many in every layer"
+        raise UserError("mesh.cp", what, "set mesh.cp = 1")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     seq_len, method, reason = config.data.seq_len, config.context_parallel.method, "as asked for"
     check_seq_len(seq_len, cp)
@@ -229,6 +233,27 @@ def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pac
     if not difference <= 1e-4:
         return f"its attention is not what the model's own is (logits of a small copy differ by {difference:.0e})"
     return None
+
+
+def _find_lost_borders(twin: PreTrainedModel) -> str | None:
+    """Which attention of the twin is not given the documents' borders; some layers hand no keyword arguments on."""
+    positions = torch.cat([torch.arange(16), torch.arange(16)])[None]
+    lost: list[str] = []
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
+        if options.get("cu_seq_lens_q") is None:
+            lost.append(type(module).__name__)
+        [share] = share_heads(query.shape[1], key.shape[1], 1)
+        mine = share.of(query, key, value)
+        return attend_with_share("eager", module, mine, attention_mask, share=share, **options), None
+
+    use_attention(twin, attend)
+    borders = document_borders(positions, device=positions.device)
+    with torch.no_grad():
+        twin(input_ids=torch.arange(2, 34)[None], position_ids=positions, use_cache=False, **borders)
+    return f"packed documents would see each other: {lost[0]} is not told where they begin" if lost else None
 
 
 def _logits_on(
