@@ -169,16 +169,17 @@ class Chat:
         return self.template.render(self.messages[:turns], prompt=prompt)
 
     def begin_of(self, turn: int) -> int:
-        """Where the whole text begins to depend on what the messages from ``messages[turn]`` on say.
+        """Where the whole text begins to depend on what ``messages[turn]`` says.
 
-        Some templates render the messages before them in another way when nothing follows.
+        Some templates render the messages before it in another way when nothing follows.
         """
-        others = [
-            {key: value for key, value in message.items() if key not in _SPOKEN}
-            | {"content": [{"type": "text", "text": _OTHER}] if isinstance(message.get("content"), list) else _OTHER}
-            for message in self.messages[turn:]
-        ]
-        text, other = self.text(), self.template.render([*self.messages[:turn], *others])
+        said = {key: value for key, value in self.messages[turn].items() if key not in _SPOKEN}
+        said["content"] = [{"type": "text", "text": _OTHER}] if isinstance(said.get("content"), list) else _OTHER
+        text = self.text()
+        try:
+            other = self.template.render([*self.messages[:turn], said])
+        except UserError:  # a template that reads the content
+            other = self.text(turn)
         sizes = range(min(len(text), len(other)))
         return bisect.bisect_left(sizes, True, key=lambda size: text[: size + 1] != other[: size + 1])
 

@@ -17,7 +17,6 @@ from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_
 from fsdp2kit.parallel.context_parallel.batch import (
     CHUNKED,
     attention_inputs,
-    document_borders,
     layer_kinds,
     layer_windows,
     unknown_kinds,
@@ -55,8 +54,10 @@ def choose_path(
     path = AttentionPath(method, kernel, reason, why, every_row, recurrent_layers=recurrent)
     if method or kernel == VARLEN:
         _check_path(path, model, traits, cp=cp, pack=config.data.pack)
-    if kernel.startswith("flash") and config.data.pack and (what := traits.once("borders", _find_lost_borders)):
-        raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
+    if kernel.startswith("flash") and config.data.pack:
+        key = ("borders", recurrent > 0)
+        if what := traits.no_twin or traits.once(key, lambda twin: _find_lost_borders(twin, path)):
+            raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
     return path
 
 
@@ -235,8 +236,11 @@ def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pac
     return None
 
 
-def _find_lost_borders(twin: PreTrainedModel) -> str | None:
-    """Which attention of the twin is not given the documents' borders; some layers hand no keyword arguments on."""
+def _find_lost_borders(twin: PreTrainedModel, path: AttentionPath) -> str | None:
+    """Which attention of the twin a flash kernel's path does not give the documents' borders, or None.
+
+    Some layers hand no keyword arguments on.
+    """
     positions = torch.cat([torch.arange(16), torch.arange(16)])[None]
     lost: list[str] = []
 
@@ -249,10 +253,15 @@ def _find_lost_borders(twin: PreTrainedModel) -> str | None:
         mine = share.of(query, key, value)
         return attend_with_share("eager", module, mine, attention_mask, share=share, **options), None
 
+    if path.recurrent_layers:
+        apply_recurrent(twin, Exchange())
+    extra = attention_inputs(positions, twin.config, path=path, cp_rank=0, cp=1, device=positions.device)
     use_attention(twin, attend)
-    borders = document_borders(positions, device=positions.device)
-    with torch.no_grad():
-        twin(input_ids=torch.arange(2, 34)[None], position_ids=positions, use_cache=False, **borders)
+    try:
+        with torch.no_grad():
+            twin(input_ids=torch.arange(2, 34)[None], position_ids=positions, use_cache=False, **extra)
+    except Exception as error:  # whatever the architecture raises
+        return f"packed documents might see each other: a small copy does not run with it ({type(error).__name__})"
     return f"packed documents would see each other: {lost[0]} is not told where they begin" if lost else None
 
 
