@@ -206,7 +206,8 @@ def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) ->
     else:
         closing = tuple(ending for ending in endings if ending != chat.bos_token)
         spans = _marked_spans(chat, text, closing)
-        if first := turns[0] if turns and train_on == "last" else learn_from:
+        first = turns[0] if turns and train_on == "last" else learn_from
+        if first:
             begin = chat.begin_of(first)
             spans = [span for span in spans if span[1] > begin]
     if len(spans) == len(turns):  # markers may enclose a turn in several pieces, and some may be empty

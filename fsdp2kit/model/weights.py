@@ -201,7 +201,7 @@ def _check_same(stored: Mapping[str, Any], one: str, other: str, *, where: str) 
     """Refuse two tensors that differ and would become one. transformers then unties them, with a warning."""
     shapes = [torch.Size(stored[name].get_shape()) for name in (one, other)]
     pairs = zip(*(_row_blocks(stored[name], shapes[0]) for name in (one, other)), strict=True)
-    if shapes[0] != shapes[1] or not all(torch.equal(first, second) for first, second in pairs):
+    if shapes[0] != shapes[1] or not all(torch.equal(first.float(), second.float()) for first, second in pairs):
         what = f"{one} and {other} differ, and the model's config makes them one tensor"
         todo = "set model.config.tie_word_embeddings = false to train both, or drop the one that is not meant"
         raise UserError(where, what, todo)
