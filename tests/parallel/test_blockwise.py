@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.parallel.context_parallel import kernels
-from fsdp2kit.parallel.context_parallel.attention import blockwise_attention, blockwise_attention_backward
+from fsdp2kit.parallel.context_parallel.attention import (
+    blockwise_attention,
+    blockwise_attention_backward,
+    varlen_attention,
+)
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, indices_of, take_chunks
-from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
+from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments, read_segments
 from fsdp2kit.torch_compat import (
     BackwardInputs,
     FakeTensorMode,
@@ -347,3 +351,19 @@ def gradient_through_gathering(method: Any) -> tuple[Tensor, Tensor]:
 def test_gathered_sequences_are_in_order_and_differentiable(method: str, pool: WorkerPool) -> None:
     for part, gradient in pool.run(2, gradient_through_gathering, method):
         assert torch.equal(gradient, part * 3)  # ranks weigh by 1 and 2
+
+
+@pytest.mark.parametrize("widths", [(16, 8), (8, 16)], ids=["narrow values", "wide values"])
+def test_values_may_have_another_width_than_keys(widths: tuple[int, int]) -> None:
+    """As in latent attention; transformers pads neither."""
+    (width, of_values), lengths = widths, PACKINGS["packed"]
+    positions = torch.stack([positions_of(one) for one in lengths])
+    q, k, v, grad = inputs()
+    tensors = (q[..., :width], k[..., :width], v[..., :of_values], grad[..., :of_values])
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    segments = plan_segments(document_starts(positions), window=None, method=None, rank=0, cp=1)
+    out, _ = varlen_attention(torch.nn.Module(), *leaves, None, segments=SegmentTables({None: segments}), scaling=0.3)
+    out.transpose(1, 2).backward(tensors[3])
+    found = [out.transpose(1, 2).detach(), *(leaf.grad for leaf in leaves)]
+    for mine, theirs in zip(found, expected("packed", None, tensors), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -166,7 +166,7 @@ def varlen_attention(
     """Our own attention, of this rank's tokens to the keys that ``segments`` name, here or brought by an exchange.
 
     Args:
-        query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]`` with Dv ≤ D.
+        query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]``.
         attention_mask: ignored: the segments are the mask.
         exchange, group: as `blockwise_attention` takes them.
         segments: of this rank's slice of the batch.
@@ -181,12 +181,18 @@ def varlen_attention(
     if segments is None:
         raise ValueError("blockwise attention needs `segments`; slice_batch makes them")
     head_width, width = query.shape[-1], value.shape[-1]
-    if width < head_width:  # no padding would be a copy
-        value = F.pad(value, (0, head_width - width))
+    widest = max(head_width, width)
+    query, key, value = (_widened(tensor, widest) for tensor in (query, key, value))
     scale = head_width**-0.5 if scaling is None else scaling
     table = segments.of(sliding_window, layer=getattr(module, "layer_idx", None))
     out, _ = blockwise_attention(query, key, value, table, scale, exchange, group, s_aux)
     return out.transpose(1, 2)[..., :width], None
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """The tensor with zeros up to ``width`` in its last dimension: the kernels take one width for all."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor  # no padding would be a copy
 
 
 def ulysses_attention(
