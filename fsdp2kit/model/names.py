@@ -222,7 +222,7 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
         stored: all names in its files.
     """
     whole = whole_of(model)
-    found, unexpected, _ = _find_sources(model if whole is None else whole.model, stored)
+    found, unexpected = _find_sources(model if whole is None else whole.model, stored)
     if whole is None:
         return found, list(unexpected)
     for source in found:
@@ -238,16 +238,14 @@ def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     """
     whole, stored = whole_of(model), list(stored)
     assert whole is not None, "this model is no text part"
-    sources, _, copies = _find_sources(whole.model, stored)
-    used = {key for source in sources if whole.inner(source.name) for key, _ in source.stored}
-    return [key for key in stored if key not in used and not whole.inner(copies.get(key, ""))]
+    of_text = [source for source in _find_sources(whole.model, stored)[0] if whole.inner(source.name)]
+    used = {key for source in of_text for key in (*(key for key, _ in source.stored), *source.copies)}
+    return [key for key in stored if key not in used]
 
 
-def _find_sources(
-    model: PreTrainedModel, stored: Iterable[str]
-) -> tuple[list[Source], dict[str, str], dict[str, str]]:
-    """As `find_sources`, of a model of its own; the stored names that it does not use, with the names that they would
-    have in it; and those of tied tensors' second copies."""
+def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], dict[str, str]]:
+    """As `find_sources`, of a model of its own; and the stored names that it does not use, with the names that they
+    would have in it."""
     skeleton = build_skeleton(model)  # some entries go by the class, which FSDP changes
     mapping = get_model_conversion_mapping(skeleton)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -266,16 +264,14 @@ def _find_sources(
         source = found.setdefault(name, Source(name, None if pattern is None else by_pattern[pattern]))
         source.stored.append((key, pattern or key))
     # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
-    copies: dict[str, str] = {}
     for alias, name in tied_names(model).items():
         source = found.pop(alias, None)
         if source is not None and name not in found:
             source.name = name
             found[name] = source
         elif source is not None:
-            copies |= {key: alias for key, _ in source.stored}
             found[name].copies += [key for key, _ in source.stored]
-    return list(found.values()), unexpected, copies
+    return list(found.values()), unexpected
 
 
 def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
