@@ -179,11 +179,12 @@ def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
 
 def test_hidden_files_are_not_read(tmp_path: Path) -> None:
     """Jupyter's copies would double the data."""
-    for folder in ("", ".ipynb_checkpoints/", "a/.cache/"):
+    for folder in ("", ".ipynb_checkpoints/", "a/.cache/", ".ipynb_checkpoints/.cache/"):
         write_rows(tmp_path / f"{folder}x.jsonl", ROWS)
     for path in (str(tmp_path), f"{tmp_path}/**/*.jsonl", f"file://{tmp_path}"):
         assert read(path) == ROWS
-    assert read(f"{tmp_path}/.ipynb_checkpoints") == read(f"{tmp_path}/.ipynb_checkpoints/*") == ROWS
+    for path in (".ipynb_checkpoints", ".ipynb_checkpoints/*", ".ipynb_checkpoints/**/*.jsonl", ".ipynb*/*.jsonl"):
+        assert read(f"{tmp_path}/{path}") == ROWS
 
 
 def test_a_part_without_rows_is_passed_over(tmp_path: Path) -> None:

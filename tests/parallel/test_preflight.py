@@ -162,7 +162,10 @@ def test_sinks_and_chunks_are_packed_and_cut(attention: str, cp: int) -> None:
     check("llama4_text", cp=cp, attention=attention, **_LLAMA4)
 
 
-@pytest.mark.parametrize(("model_type", "is_told"), [("llama", True), ("qwen3_next", True), ("stablelm", False)])
+@pytest.mark.parametrize(
+    ("model_type", "is_told"),
+    [("llama", True), ("qwen3_next", True), ("stablelm", False), ("nemotron", False)],
+)
 def test_flash_attention_is_told_where_packed_documents_begin(model_type: str, is_told: bool) -> None:
     """Some layers hand no keyword arguments on to attention."""
     sizes = {"vocab_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 4, "num_attention_heads": 4}
