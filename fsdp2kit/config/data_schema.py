@@ -133,11 +133,15 @@ class DataConfig(Section):
 
     def source_names(self) -> list[str]:
         """The name of each source in the metrics."""
-        own = [part.name or Path(part.path).name.partition(".")[0] for part in self.sources]
-        return [
-            part.name or (name if name and own.count(name) == 1 else f"{name}-{at}".removeprefix("-"))
-            for at, (part, name) in enumerate(zip(self.sources, own, strict=True))
-        ]
+        short = [part.name or Path(part.path).name.partition(".")[0] for part in self.sources]
+        names = []
+        for at, (part, name) in enumerate(zip(self.sources, short, strict=True)):
+            if not name:
+                name = str(at)
+            elif not part.name and short.count(name) > 1:
+                name = f"{name}-{at}"
+            names.append(name)
+        return names
 
     def column(self, name: str) -> str:
         """The data's name for our column ``name``."""

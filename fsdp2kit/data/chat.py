@@ -7,7 +7,6 @@ it is checked to be a piece of the whole text. Both ways give character spans of
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import re
@@ -175,13 +174,18 @@ class Chat:
         """
         said = {key: value for key, value in self.messages[turn].items() if key not in _SPOKEN}
         said["content"] = [{"type": "text", "text": _OTHER}] if isinstance(said.get("content"), list) else _OTHER
-        text = self.text()
         try:
             other = self.template.render([*self.messages[:turn], said])
         except UserError:  # a template that reads the content
             other = self.text(turn)
-        sizes = range(min(len(text), len(other)))
-        return bisect.bisect_left(sizes, True, key=lambda size: text[: size + 1] != other[: size + 1])
+        return same_at_start(self.text(), other)
+
+
+def same_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many letters or messages are the same at the beginning of two texts or conversations."""
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
 
 
 def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
-from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools
+from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools, same_at_start
 from fsdp2kit.data.rows import Row, load_json, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
@@ -174,7 +174,7 @@ def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[
     The answers may repeat a longer conversation than the prompt, or only its last messages.
     """
     # Each answer keeps one message at least.
-    shared = answers[0][: _common(answers[0][:-1], answers[1][:-1])]
+    shared = answers[0][: same_at_start(answers[0][:-1], answers[1][:-1])]
     if prompt is None:
         return shared or None, len(shared)
     if isinstance(prompt, str):
@@ -193,16 +193,9 @@ def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[
 
 def _shared_text(one: str, other: str) -> str:
     """What two texts begin with, up to the end of a word. The space after the word belongs to the answers."""
-    shared = one[: _common(one, other)]
+    shared = one[: same_at_start(one, other)]
     end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
     return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many letters or messages are the same at the beginning of two answers."""
-    return next(
-        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
-    )
 
 
 def labelled_ids(row: Columns) -> tuple[list[int], list[bool]]:

@@ -327,7 +327,7 @@ def load_json(text: str, where: str, name: str = "") -> Any:
         raise UserError(where, f"{its}is nested too deep", "give flatter rows") from None
     except json.JSONDecodeError:
         raise
-    except ValueError:  # Python reads no longer one
+    except ValueError:  # Python reads none that is longer
         raise UserError(where, f"{its}holds an integer of more than 4300 digits", dropped) from None
     try:
         if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair, which no tokenizer takes

@@ -189,8 +189,10 @@ def _list_files(path: str) -> tuple[list[str], str | None]:
         # `pathlib` looks into linked directories as a shell does; fsspec does not.
         anchor = Path(path).anchor
         matches = Path(anchor).glob(str(Path(path).relative_to(anchor)))
-        named = {part for part in Path(path).parts if part.startswith(".")}
-        return [str(match) for match in matches if match.is_file() and (named or not _is_hidden(match.parts))], None
+        parts = Path(path).parts
+        free = next(at for at, part in enumerate(parts) if re.search(r"[*?\[]", part))
+        asked = _is_hidden(parts[free:])
+        return [str(one) for one in matches if one.is_file() and (asked or not _is_hidden(one.parts[free:]))], None
     below = len(root.rstrip("/"))
     found = [full_name(file) for file in filesystem.find(root) if not _is_hidden(file[below:].split("/"))]
     if not is_url(path):
