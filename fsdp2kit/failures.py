@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fsdp2kit import status
 from fsdp2kit.diagnosis import AGAIN, DONE, LOST, Diagnosis, Report
 from fsdp2kit.status import Position
+from fsdp2kit.torch_compat import nccl_error
 from fsdp2kit.tracebacks import write_traceback
 
 _LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
@@ -41,7 +42,8 @@ class Watch:
         store: the job's.
         hosts: of every rank, by name.
         minutes: ``run.timeout_minutes``.
-        asks: whether to look for lost ranks before a time-out. NCCL's time-out ends a process without an exception.
+        asks: whether to ask NCCL for errors, and to look for lost ranks before a time-out: NCCL ends a process without
+            an exception.
     """
 
     def __init__(
@@ -153,6 +155,9 @@ class Watch:
             self._beat += 1
             if status.position().number != number:
                 since, number, asks = time.monotonic(), status.position().number, self._asks
+            if self._asks and not self._ends_by_itself() and (error := nccl_error()):
+                where = f"NCCL failed ({error}). It waited here:\n{_main_stack()}"
+                _explain_and_end(self, RuntimeError(f"NCCL: {error}"), where)
             try:
                 if not is_connected:
                     socket.create_connection(self._address, timeout=_CLIENT_SECONDS).close()  # torch would print
@@ -268,10 +273,10 @@ def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
         timer.start()
 
 
-def _explain_and_end(watch: Watch, error: Exception) -> NoReturn:
-    """For the main thread, or for a timer if that does not get here."""
+def _explain_and_end(watch: Watch, error: Exception, text: str = "") -> NoReturn:
+    """For the main thread, or for another if that does not get here. ``text`` is written in place of a traceback."""
     _ending.acquire()  # and never released
-    text = "".join(traceback.format_exception(error))
+    text = text or "".join(traceback.format_exception(error))
     if not write_traceback(text):
         print(text, file=sys.stderr)
     if line := watch.explain(error):

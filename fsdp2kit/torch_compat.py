@@ -191,6 +191,22 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     return options._timeout if options is not None else timedelta(minutes=30)  # torch's fake group has none
 
 
+def nccl_error() -> str | None:
+    """What NCCL's watchdog has found in a group of this process: ``"COMM_ERROR"``, ``"TIMEOUT"``; None: no fault.
+
+    No collective raises then: the main thread may wait for the device for ever, until torch ends the process a minute
+    later. torch has no public list of groups.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            error = group._get_backend(torch.device("cuda")).get_error()
+        except RuntimeError:  # a group of gloo alone
+            continue
+        if error.name != "SUCCESS":
+            return error.name
+    return None
+
+
 def start_fake_group(world_size: int) -> None:
     """Make this process rank 0 of a group whose collectives do nothing; public torch has none."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

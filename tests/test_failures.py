@@ -393,6 +393,34 @@ def test_a_rank_that_waits_for_ever_after_a_lost_one_ends(
     assert "error: step 3: rank 2 on b gives no sign of life\n" in capfd.readouterr().err
 
 
+def test_what_nccls_watchdog_finds_is_explained_and_ends_the_rank(
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A collective on a device raises nothing: the main thread would wait until torch ends the process."""
+    ended: list[int] = []
+    found: list[str | None] = [None]
+    monkeypatch.setattr(tracebacks, "_folder", tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    for name, value in (("nccl_error", lambda: found[0]), ("_ending", threading.Lock())):
+        monkeypatch.setattr(failures, name, value)
+    monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._over.set()))
+    for rank in (1, 2, 3):
+        store.set(f"fsdp2kit/rank/{rank}", Report(Position(9, 12, "", "backward"), beat=5).encode())
+    watch = watch_of(store, 0, asks=True)
+    watch._minutes = 100.0  # no warning before
+    time.sleep(3 * watch.period)
+    assert not ended
+
+    found[0] = "COMM_ERROR"
+
+    assert eventually(lambda: ended == [1])
+    said = capfd.readouterr().err
+    assert said.startswith(
+        f"error: {status.position()}: rank 1 on a gives no sign of life since the report from step 12"
+    )
+    assert "NCCL failed (COMM_ERROR). It waited here:" in (tmp_path / "rank-0.txt").read_text()
+
+
 def test_no_thread_is_left_after_the_end(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     monkeypatch.setattr(failures, "_watch", watch_of(store, 1))

@@ -16,6 +16,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError, check_installed, importing
 
 _KEY = "model.liger"
+_replaced: list[tuple[dict[str, Any], str, Any]] = []  # functions of transformers' modules: where, name, as they were
 
 
 def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device | None) -> None:
@@ -44,7 +45,8 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
     """With ``model.liger``, give the modules of ``model`` Liger's forward, in place; parameters stay.
 
     Cross-entropy is left out: the loss is ours (`attach_loss`). RoPE is a function in the architecture's module, so in
-    this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
+    this process every model of that architecture on a GPU gets Liger's, until `give_back`; one on the CPU keeps
+    transformers'.
     """
     if not section.liger:
         return
@@ -80,8 +82,20 @@ def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
             kernel = dict.get(namespace, name)
             if kernel is plain:
                 continue
-            is_function = callable(plain) and not isinstance(plain, type)
-            dict.__setitem__(namespace, name, _by_device(plain, kernel) if is_function else plain)
+            if callable(plain) and not isinstance(plain, type):
+                _replaced.append((namespace, name, plain))
+                plain = _by_device(plain, kernel)
+            dict.__setitem__(namespace, name, plain)
+
+
+def give_back() -> None:
+    """Undo what `apply_liger` did for the whole process: its models' own modules keep Liger's forward.
+
+    Selective recomputation needs it: Liger's RoPE writes over its arguments, which are results that are kept.
+    """
+    while _replaced:
+        namespace, name, plain = _replaced.pop()
+        dict.__setitem__(namespace, name, plain)
 
 
 def _by_device(plain: Callable[..., Any], kernel: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.layer_functions import use_no_kernels
-from fsdp2kit.model.liger import apply_liger
+from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
@@ -40,6 +40,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     attach_loss(model, own_head=plan.own_head)
     # 1. Changes to the computation itself come first, so that all later steps wrap the final one.
     with agreement():
+        if plan.activation_checkpointing.mode == "selective":
+            give_back()
         apply_liger(plan.model, model, device=mesh.device)
         if plan.float8 is not None:
             apply_float8(plan.float8, model)

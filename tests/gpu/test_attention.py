@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fsdp2kit.distributed import World
-from fsdp2kit.parallel.context_parallel.attention import blockwise_attention
-from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments
+from fsdp2kit.parallel.context_parallel.attention import blockwise_attention, varlen_attention
+from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
 from tests.parallel.test_segments import positions_of, transformers_mask
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,29 @@ def test_packed_and_windowed_attention_equals_the_dense_mask(
     for ours, theirs in zip(found, expected, strict=True):
         # A query that sees one key alone has no gradient: what is there then is rounding of the gradient that came in.
         assert (ours.double() - theirs).norm() <= bound * (theirs.norm() or grad.norm())
+
+
+@pytest.mark.parametrize("widths", [(64, 40), (40, 64)], ids=["narrow values", "wide values"])
+def test_values_of_another_width_than_keys(widths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    positions = positions_of(list(LENGTHS))[None]
+    length, (width, value_width) = positions.shape[1], widths
+    shapes = [(1, 8, length, width), (1, 2, length, width), (1, 2, length, value_width)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    grad = torch.randn(1, length, 8, value_width, device="cuda", dtype=torch.bfloat16)
+    table = plan_segments(document_starts(positions), method=None, rank=0, cp=1, window=None)
+
+    mine = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out, _ = varlen_attention(nn.Module(), mine[0], mine[1], mine[2], None, segments=SegmentTables({None: table}))
+    found = (out.detach(), *torch.autograd.grad(out, mine, grad))
+
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    mask = transformers_mask(positions, None)[:, None].cuda()
+    whole = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], attn_mask=mask, enable_gqa=True)
+    whole = whole.transpose(1, 2)
+    expected = (whole.detach(), *torch.autograd.grad(whole, exact, grad.double()))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
 
 
 def test_the_ring_benchmark_runs(world: World) -> None:

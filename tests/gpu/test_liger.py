@@ -15,7 +15,7 @@ from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_forward, plain_loop
-from tests.parallel.jobs import Case
+from tests.parallel.jobs import Case, run_case
 from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +63,18 @@ def test_gradients_losses_and_norms_are_those_of_plain_transformers(
     # Its exponentials and reciprocal roots are Triton's, which float32 shows.
     control = errors(narrow if dtype == "bfloat16" else exact, exact)
     assert not beyond(errors(found, exact), control, floor=1e-4)
+
+
+def test_selective_recomputation_after_a_run_with_liger(tmp_path: Path, world: World) -> None:
+    """Its RoPE, in place for every model of the process, would write over what is kept."""
+    tiny_model_dir("llama3", tmp_path)
+    case, batches = Case("llama3", micro=2), make_batches()
+    expected = run_case(tmp_path, case, batches)
+    run_case(tmp_path, replace(case, liger=True), batches)
+
+    found = run_case(tmp_path, replace(case, checkpointing="selective"), batches)
+
+    assert max(errors(found, expected).values()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

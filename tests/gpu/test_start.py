@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.torch_compat import nccl_error
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,7 @@ def test_the_group_carries_host_and_device_tensors(world: World) -> None:
     dist.all_reduce(on_host)
 
     assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+    assert nccl_error() is None
     assert on_device.tolist() == on_host.tolist() == [1.0] * 4
 
 

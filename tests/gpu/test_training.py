@@ -75,6 +75,19 @@ def test_families_of_today_train_as_each_document_alone(folder: Path, world: Wor
     assert not beyond(errors(found, expected), control)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "gemma3"])
+def test_flex_attention_trains_as_plain_transformers(tmp_path: Path, world: World, kind: str) -> None:
+    tiny_model_dir(kind, tmp_path, head_dim=16)  # its kernels take no narrower heads
+    batches = make_batches()
+    case = Case(kind, micro=2, attention="flex_attention", fsdp=(("param_dtype", "float32"),))
+    plain = partial(plain_loop, tmp_path / kind, batches, lr=case.lr, device=str(world.device))
+    exact = plain(micro_batch_size=2)
+
+    found = errors(run_case(tmp_path, case, batches), exact)
+
+    assert not beyond(found, errors(plain(micro_batch_size=1), exact))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloaded_parameters_train_to_the_same_curves(folder: Path, world: World, dtype: str) -> None:
     case = Case("llama3", micro=2, fsdp=(("param_dtype", dtype),))

@@ -22,7 +22,7 @@ from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.liger import apply_liger
+from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.reference import tiny_model
 
@@ -108,6 +108,17 @@ def test_the_model_is_changed_once_and_nothing_else_stays_changed(liger: ModuleT
     now, *others = shared_names()
     assert all(one is other for one, other in zip(before, others, strict=True))
     assert now is not rope
+
+
+def test_rope_is_given_back(liger: ModuleType) -> None:
+    plain = modeling_llama.apply_rotary_pos_emb
+    for _ in range(2):
+        apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)
+    assert modeling_llama.apply_rotary_pos_emb is not plain
+
+    give_back()
+
+    assert modeling_llama.apply_rotary_pos_emb is plain
 
 
 def test_rope_is_ligers_on_a_device_and_transformers_on_the_cpu(liger: ModuleType) -> None:
