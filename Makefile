@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 RUN_DIR := runs/demo_cp2
 
-GPU_PIECES := gpu-first gpu-tests gpu-kernels gpu-3b gpu-8b gpu-loss gpu-lora gpu-1b gpu-profile gpu-load
+GPU_PIECES := gpu-first gpu-tests gpu-ranks gpu-kernels gpu-3b gpu-8b gpu-loss gpu-lora gpu-1b gpu-profile gpu-load
 .PHONY: demo test test-all test-oldest lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
@@ -43,7 +43,7 @@ schema: $(VENV)/installed
 	$(BIN)/python tools/api.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
-# worth, each can be started alone and ends within its limit, 29 minutes in all; results go to the folder GPU_OUT, where
+# worth, each can be started alone and ends within its limit, 34 minutes in all; results go to the folder GPU_OUT, where
 # that is set (docs/cuda.md). GPU_DEVICE=cpu tries them without a device, on tiny shapes.
 GPU_ENV = env PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 $(if $(GPU_TRY),TRY_ON_CPU=1)
 GPU_TRY = $(filter cpu,$(GPU_DEVICE))
@@ -52,7 +52,8 @@ GPU_FILE = $(if $(GPU_OUT),--out $(GPU_OUT)/$@.json)
 GPU_DRY = $(if $(GPU_TRY),--device cpu --dry-run)
 # pytest takes an interrupt as its end, and writes what it found. A warning is no failure on versions not yet tried.
 GPU_PYTEST = $(GPU_ENV) $(PYTHON) -m pytest -m gpu -W default -o junit_family=xunit1 --continue-on-collection-errors $(if $(GPU_OUT),--junitxml $(GPU_OUT)/$@.xml)
-GPU_TESTS = $(filter-out tests/gpu/test_first.py,$(shell grep -rl --include='*.py' mark.gpu tests))
+GPU_TESTS = $(filter-out tests/gpu/test_first.py $(GPU_RANKS),$(shell grep -rl --include='*.py' mark.gpu tests))
+GPU_RANKS = tests/gpu/test_several_ranks.py
 GPU_LIMIT = timeout --signal=INT --kill-after=30
 
 gpu: gpu-out
@@ -67,6 +68,10 @@ gpu-first: gpu-out
 
 gpu-tests: gpu-out
 	$(GPU_LIMIT) 270 $(GPU_PYTEST) $(if $(GPU_TRY),--collect-only) $(GPU_TESTS)
+
+# Each test starts processes of its own, which mostly wait.
+gpu-ranks: gpu-out
+	$(GPU_LIMIT) 300 $(GPU_PYTEST) -n 4 --dist load $(GPU_RANKS)
 
 gpu-kernels: gpu-out
 	$(GPU_LIMIT) 150 $(GPU_BENCH) ring --max-minutes 1.5 $(GPU_DRY) $(GPU_FILE)
