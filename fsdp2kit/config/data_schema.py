@@ -15,12 +15,12 @@ DataFormat = Literal[
 ]
 Overlong = Literal["truncate", "drop", "split", "error"]
 
-_OPTIONS = ("tools", "chat_template_kwargs")
+_OPTIONS = ("system", "tools", "chat_template_kwargs")
 # The columns that each format reads.
 COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "chat": ("messages", "conversations", *_OPTIONS),
     "prompt_completion": ("prompt", "completion", *_OPTIONS),
-    "alpaca": ("instruction", "input", "output", "system", "history", *_OPTIONS),
+    "alpaca": ("instruction", "input", "output", "history", *_OPTIONS),
     "text": ("text",),
     "tokens": ("input_ids", "labels"),
     "preference": ("prompt", "chosen", "rejected", *_OPTIONS),

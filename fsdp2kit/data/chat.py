@@ -69,6 +69,9 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
             what = f"{name}.{field} is {json.dumps(message[field])}, which is not read here: the turn would be learnt"
             todo = 'end rows in a turn to learn and set data.train_on = "last", or take the field out'
             raise UserError(where, what, todo)
+    if message["role"] == "assistant" and message.get("weight", 1) not in (1, "1", "1.0"):
+        what = f"{name}.weight is {json.dumps(message['weight'])}, and a turn is learnt wholly or not at all"
+        raise UserError(where, what, "take the field out")
     return message
 
 

@@ -96,6 +96,7 @@ def asked_in(row: Columns) -> Messages | str:
     prompt = None if row.is_named("messages") else messages_in(row.given("prompt"), row.where)
     messages = None if row.is_named("prompt") else row.messages()
     given = [] if prompt is None else [check_messages(_wrapped(prompt, "user"), row.where, name="prompt")]
+    given = [row.with_system(one) for one in given]
     found = [one[: -1 if one[-1]["role"] == "assistant" else None] for one in (*given, messages) if one is not None]
     if not found:
         raise row.missing("prompt" if row.rows_with("prompt") else "messages")
@@ -103,7 +104,10 @@ def asked_in(row: Columns) -> Messages | str:
         raise UserError(row.where, "there is no prompt before the answer", "begin with a user's message")
     if found[0] != found[-1]:
         raise row.ambiguous(("prompt", "prompt"), ("messages", row.conversations()[0]))
-    return prompt if isinstance(prompt, str) and row.tokenizer.chat_template is None else found[0]
+    if isinstance(prompt, str) and row.tokenizer.chat_template is None:
+        row.check_has_no_system()
+        return prompt
+    return found[0]
 
 
 def _alpaca(row: Columns) -> Chat:
@@ -111,7 +115,7 @@ def _alpaca(row: Columns) -> Chat:
     asked, answer = row["instruction"], row["output"]
     if about := row.get("input"):
         asked = f"{asked}\n\n{about}"
-    messages = [{"role": "system", "content": row.all["system"]}] if row.all.get("system") else []
+    messages: Messages = []
     history = row.from_json("history") or []
     if not isinstance(history, Sequence):
         raise UserError(row.where, f"history is of type {type(history).__name__}", 'write [["question", "answer"], …]')
@@ -119,7 +123,7 @@ def _alpaca(row: Columns) -> Chat:
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
             raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return row.chat(check_messages(messages, row.where))
+    return row.chat(row.with_system(check_messages(messages, row.where)))
 
 
 def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | Plain:
@@ -131,11 +135,12 @@ def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | Plain:
         what = "prompt and completion are a text and a list of messages"
         raise UserError(row.where, what, "give two of a kind")
     if isinstance(prompt, str):
+        row.check_has_no_system()
         if not answer.strip():
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
         return Plain(prompt + answer, 0 if learns_all else len(prompt))
-    before = check_messages(prompt, row.where, name="prompt")
+    before = row.with_system(check_messages(prompt, row.where, name="prompt"))
     messages = [*before, *check_messages(answer, row.where, name="completion")]
     return row.chat(messages, learn_from=0 if learns_all else len(before))
 
@@ -291,7 +296,28 @@ class Columns:
         found = [check_messages(self.from_json(name), self.where, name=name) for name in names]
         if len(found) > 1 and found[0] != found[1]:
             raise self.ambiguous(*(("messages", name) for name in names))
-        return found[0] if found else None
+        return self.with_system(found[0]) if found else None
+
+    def with_system(self, messages: Messages) -> Messages:
+        """The messages, behind the system prompt in the row's column ``system`` unless they begin with it."""
+        system = self.all.get("system")
+        if not system:
+            return messages
+        if not isinstance(system, str):
+            what = f"system is of type {type(system).__name__}, not text"
+            raise UserError(self.where, what, "make it a text, or rename the column")
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": system}, *messages]
+        if messages[0].get("content") != system:
+            what = "the row's column system is not the system prompt that its messages begin with"
+            raise UserError(self.where, what, "leave one of them out")
+        return messages
+
+    def check_has_no_system(self) -> None:
+        """Refuse a system prompt beside a plain text."""
+        if self.all.get("system"):
+            what = "the row has a system prompt, and its prompt is a plain text"
+            raise UserError(self.where, what, 'put texts into the chat template, or rename the column "system"')
 
     def conversations(self) -> list[str]:
         """The data's names of the columns that `messages` reads, without those that this row lacks."""

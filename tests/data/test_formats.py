@@ -169,6 +169,40 @@ def test_alpaca_rows_are_conversations(tokenizer) -> None:
     assert "history" in refused({**row, "history": ["Hello"]}, tokenizer, how)
 
 
+def test_a_system_prompt_in_a_column_of_its_own(tokenizer) -> None:
+    """As in published ShareGPT and preference data, whatever the format."""
+    said, system = "Be brief.", {"role": "system", "content": "Be brief."}
+    expected = learnt({"messages": [system, *MULTI]}, tokenizer, CHAT)
+    assert learnt({"messages": MULTI, "system": said}, tokenizer, CHAT) == expected
+    assert learnt({"messages": [system, *MULTI], "system": said}, tokenizer, CHAT) == expected
+    for nothing in (None, ""):
+        row = {"messages": [system, *MULTI], "system": nothing}
+        assert learnt(row, tokenizer, CHAT) == expected
+    pair = {"prompt": MULTI[:-1], "completion": MULTI[-1:]}
+    last = learnt({**pair, "prompt": [system, *pair["prompt"]]}, tokenizer, COMPLETION)
+    assert learnt({**pair, "system": said}, tokenizer, COMPLETION) == last
+    preference = DataConfig(format="preference")
+    answers = {"chosen": MULTI[-1:], "rejected": [{"role": "assistant", "content": "No."}]}
+    found, other = (
+        encode_rows([Row({**row, **answers}, "x")], preference, tokenizer)
+        for row in ({"prompt": MULTI[:-1], "system": said}, {"prompt": [system, *MULTI[:-1]]})
+    )
+    assert found == other
+    assert said in tokenizer.decode(found[1][0])
+    asked = DataConfig(format="prompts")
+    for row in ({"prompt": "Wet?"}, {"messages": SINGLE}):
+        prompts = [encode_prompts([Row({**row, "system": one}, "x")], asked, tokenizer)[0] for one in (said, None)]
+        assert said in tokenizer.decode(prompts[0].ids)
+        assert said not in tokenizer.decode(prompts[1].ids)
+
+    different = {"messages": [{**system, "content": "Be long."}, *MULTI], "system": said}
+    assert "is not the system prompt that its messages begin with" in refused(different, tokenizer, CHAT)
+    assert "system is of type list" in refused({"messages": MULTI, "system": [said]}, tokenizer, CHAT)
+    plain = {"prompt": "Wet?", "completion": " Yes.", "system": said}
+    assert "its prompt is a plain text" in refused(plain, tokenizer, COMPLETION)
+    assert row_key({"messages": MULTI, "system": said}, CHAT) != row_key({"messages": MULTI}, CHAT)
+
+
 def test_the_key_of_a_row_is_that_of_its_content() -> None:
     how = CHAT
     row = {"messages": SINGLE, "id": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
@@ -122,6 +124,15 @@ def test_an_answer_that_another_tool_would_not_learn_is_refused(mark: dict) -> N
     with pytest.raises(UserError, match=rf"^chat.jsonl:7: messages\[1\]\.{name} is (0|false), .*take the field out"):
         encode_chat([question, {**answer, **mark}], make_tokenizer(templates.CHATML), where="chat.jsonl:7")
     encode_chat([question, {**answer, name: 1}], make_tokenizer(templates.CHATML))
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, "0.5"])
+def test_an_answer_with_a_weight_of_its_own_is_refused(weight: Any) -> None:
+    question, answer = QUESTIONS[0], {"role": "assistant", "content": "yes"}
+    with pytest.raises(UserError, match=r"^chat.jsonl:7: messages\[1\]\.weight is .*wholly or not at all"):
+        encode_chat([question, {**answer, "weight": weight}], make_tokenizer(templates.CHATML), where="chat.jsonl:7")
+    for whole in (1, 1.0, True):
+        encode_chat([question, {**answer, "weight": whole}], make_tokenizer(templates.CHATML))
 
 
 def test_a_template_that_is_no_jinja_is_named_itself() -> None:
