@@ -33,10 +33,12 @@ MARK = "<!-- fsdp2kit models -->\n"
 """The line of docs/models.md below which the table stands."""
 
 FAMILIES = (
-    *("apertus", "bamba", "deepseek_v3", "ernie4_5", "exaone4", "falcon_h1", "gemma3_text", "gemma3n_text"),
-    *("gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "hunyuan_v1_dense", "lfm2"),
-    *("lfm2_moe", "llama", "llama4_text", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h"),
-    *("olmo3", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
+    *("apertus", "bamba", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "falcon_h1"),
+    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss"),
+    *("granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "lfm2", "lfm2_moe", "llama", "llama4_text"),
+    *("longcat_flash", "mamba2", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral"),
+    *("nemotron", "nemotron_h", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("smollm3", "starcoder2"),
 )
 """The model types of docs/models.md: those that people train now."""
 
@@ -45,10 +47,18 @@ _CONVOLUTION = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_
 _MAMBA = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "deepseek_v2": {
+        **{"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+        "q_lora_rank": None,
+    },
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "granitemoehybrid": _MAMBA,
     "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 1},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
 }
 
 # A default config may have what a run must be told to allow, and what no trained checkpoint has.

@@ -171,9 +171,10 @@ def _as_converted(config: Any, model: PreTrainedModel) -> Any:
 
 
 def _is_read_past(model: nn.Module, name: str) -> bool:
-    """Whether a layer is Mamba's output projection: fast kernels take its weight and would skip an adapter."""
+    """Whether a layer is Mamba's projection of the output, or of time steps: an adapter would be skipped, since fast
+    kernels take the former's weight, and the layer itself the latter's."""
     around, _, leaf = name.rpartition(".")
-    return leaf == "out_proj" and {"A_log", "D"} <= model.get_submodule(around)._parameters.keys()
+    return leaf in ("out_proj", "dt_proj") and {"A_log", "D"} <= model.get_submodule(around)._parameters.keys()
 
 
 def read_adapter_config(directory: str | Path, where: str) -> Any:

@@ -179,7 +179,7 @@ def varlen_attention(
     if beyond or (dropout and module.training):
         raise ValueError(f"blockwise attention does not know {', '.join(beyond) or 'dropout'}")
     if segments is None:
-        raise ValueError("blockwise attention needs `segments`; slice_batch makes them")
+        raise ValueError("its layer hands no keyword arguments on to it, so it does not know where documents begin")
     head_width, width = query.shape[-1], value.shape[-1]
     widest = max(head_width, width)
     query, key, value = (_widened(tensor, widest) for tensor in (query, key, value))
