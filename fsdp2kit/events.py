@@ -38,6 +38,15 @@ _PACKAGE = __name__.partition(".")[0]
 _MARK = "warning: "
 
 
+def began(run_dir: Path) -> float | None:
+    """Seconds since 1970 at which a run first started; None before its first start, or where that cannot be read."""
+    try:
+        with (run_dir / "events.jsonl").open(encoding="utf-8") as file:
+            return float(json.loads(file.readline())["time"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 class Events:
     """The events of one start of a run, kept until `open_in` and from then on written at once.
 

@@ -24,7 +24,7 @@ from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, iterate_packs
 from fsdp2kit.data.tables import cache_key, read_tokens, require_tokenizer, start_workers
-from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.template import Tokenizer, settle_day
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.progress import Progress
@@ -174,6 +174,7 @@ def build_data(
         UserError: rows that cannot be read, have the wrong columns, or give nothing to train on.
     """
     status.begin("reading the data")
+    settle_day(tokenizer, Path(config.run.dir))
     section, train, seed = config.data, config.train, config.run.seed
     if model is not None:
         vocab_size = model.config.get_text_config().vocab_size

@@ -35,7 +35,7 @@ from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.formats import answers_per_row, row_key
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
-from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.template import Tokenizer, day_of, writes_date
 from fsdp2kit.data.tokens import encode_rows, ending_of, special_ids
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
@@ -254,6 +254,8 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
         tokenizer.special_tokens_map,
         None if section.format in ("text", "tokens") else tokenizer.chat_template,
     ]
+    if section.format not in ("text", "tokens") and writes_date(tokenizer):
+        parts.append(str(day_of(tokenizer)))
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

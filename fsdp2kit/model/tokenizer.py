@@ -13,6 +13,7 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.assets import find_hf_dir
+from fsdp2kit.model.hf_config import load_hf_config
 
 # A directory must hold one of these; transformers would otherwise make up an empty tokenizer from config.json.
 _TOKENIZER_FILES = (
@@ -52,7 +53,15 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
     if not local_files_only:
         find_hf_dir(source, key=key, with_weights=False)
     with agreement():
-        tokenizer = _load(key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only)
+        try:
+            tokenizer = _load(
+                key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only
+            )
+        except UserError:
+            # transformers reads the config for it, too, which may be at fault.
+            if key == "model.path" and Path(source, "config.json").is_file():
+                load_hf_config(section, local_files_only=local_files_only)
+            raise
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
             vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)

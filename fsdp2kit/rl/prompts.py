@@ -24,6 +24,7 @@ from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader, first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
+from fsdp2kit.data.template import settle_day
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
@@ -134,6 +135,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     Raises:
         UserError: a row is malformed, or too long under ``overlong = "error"``.
     """
+    settle_day(tokenizer, Path(config.run.dir))
     section, rollout, train, evaluation = config.data, config.rollout, config.train, config.eval
     per_step = train.global_batch_size // rollout.n
     if section.path is None:

@@ -48,6 +48,21 @@ def test_missing_sources(tmp_path: Path) -> None:
         build_tokenizer(ModelConfig(tokenizer="fsdp2kit/none"), local_files_only=True)
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[]", "config.json is no JSON object"),
+        ("null", "config.json is no JSON object"),
+        ('{"model_type": "llama", "dtype": "float99"}', "not a usable model config: .*float99"),
+        ("{", "config.json' is not a valid JSON file"),
+    ],
+)
+def test_a_broken_config_is_not_the_tokenizers_fault(saved: str, text: str, what: str) -> None:
+    (Path(saved) / "config.json").write_text(text)
+    with pytest.raises(UserError, match=what):
+        build_tokenizer(ModelConfig(path=saved))
+
+
 def test_broken_files(saved: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.chat_template: .*cannot be read"):
         build_tokenizer(ModelConfig(path=saved, chat_template=str(tmp_path / "no.jinja")))

@@ -73,10 +73,10 @@ def _find_leak(twin: PreTrainedModel, *, cp: int) -> str | None:
             twin(input_ids=each, position_ids=positions, use_cache=False, **extra).logits for each in (ids, other)
         )
     except Exception as error:  # whatever the architecture raises
-        first_line, *_ = [*str(error).splitlines(), ""]
-        if "need `borders`" in first_line:
+        if "need `borders`" in str(error):
             return "packed documents would see each other: its layers hand no borders on to their convolution"
-        return f"packed documents would see each other in its recurrent layers ({type(error).__name__}: {first_line})"
+        what = f"its recurrent layers do not run with documents' borders ({type(error).__name__})"
+        return f"packed documents would see each other: {what}"
     scale = alone.abs().max()
     if not (packed - alone).abs().max() <= 1e-4 * scale:
         return "packed documents would see each other"
