@@ -110,6 +110,8 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         raise UserError("--mfu", f"{options.mfu} is no share of a device's peak", "give one between 0 and 1, as 0.4")
     if options.kv_cache and not 1 <= min(options.kv_cache) <= max(options.kv_cache) <= 2**40:
         raise UserError("--kv-cache", f"{options.kv_cache} are no rows and length", "give two numbers from 1")
+    if options.tp > 1 and not options.kv_cache:
+        raise UserError("--tp", "is for the cache of rollouts", "give --kv-cache ROWS LENGTH, too, or leave it out")
     if (options.fit or options.longest) and options.device is options.device_memory is None:
         flag = "--fit" if options.fit else "--longest"
         raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")

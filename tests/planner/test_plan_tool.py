@@ -308,6 +308,7 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
         (["--device", "h1000"], "--device: 'h1000' is not a device that the planner knows; did you mean h100?"),
         (["--world-size", "0"], "--world-size: 0 is no number of ranks"),
         (["--tp", "0"], "--tp: 0 is no number of ranks"),
+        (["--tp", "2"], "--tp: is for the cache of rollouts; give --kv-cache"),
         (["--device-memory", "-3"], "--device-memory: -3.0 is no number of GiB"),
         (["--device-memory", "inf"], "--device-memory: inf is no number of GiB"),
         (["--device-memory", "1e300"], "--device-memory: 1e+300 is no number of GiB"),
