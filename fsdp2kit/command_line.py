@@ -55,7 +55,7 @@ def row_numbers(text: str) -> int | list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(first) < 1:
+        if not first.isdecimal() or (dash and not last.isdecimal()) or not 1 <= int(first) <= int(last or first):
             raise argparse.ArgumentTypeError(f"{text!r} is neither a count nor numbers such as 17-20,44")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
@@ -74,11 +74,23 @@ def new_figure(flag: str = "--png", **options: Any) -> Any:
     return Figure(**options)
 
 
+def check_replaces_its_like(flag: str, path: Path | None) -> None:
+    """Refuse an output that would replace a file of another kind: a picture a PNG alone, a page an HTML page."""
+    if path is None or not path.exists():
+        return
+    if not path.is_file():
+        raise UserError(f"{flag} {path}", "is there, and is no file", "choose another")
+    kind, begin = ("PNG", b"\x89png") if flag == "--png" else ("HTML page", b"<!doctype html")
+    with path.open("rb") as file:
+        found = file.read(len(begin)).lower()
+    if found and found != begin:
+        raise UserError(f"{flag} {path}", f"is there, and is no {kind}", "choose another")
+
+
 def write_figure(figure: Any, path: Path) -> None:
     """Write a figure as a PNG, which may replace another PNG and no other file."""
     try:
-        if path.is_file() and path.stat().st_size and path.read_bytes()[:4] != b"\x89PNG":
-            raise UserError(str(path), "is there, and is no PNG", "choose another --png")
+        check_replaces_its_like("--png", path)
         figure.savefig(path, dpi=110, format="png")
     except OSError as problem:
         raise UserError(str(path), f"cannot be written ({problem.strerror})", "choose another --png") from None

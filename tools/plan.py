@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
 from fsdp2kit.errors import UserError
 
 _MOST = 2**20  # ranks, GiB
@@ -118,6 +118,7 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
     for flag, path in (("--png", options.png), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
+        check_replaces_its_like(flag, path)
 
 
 def _alternatives(

@@ -24,7 +24,7 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.command_line import in_one_line, row_numbers, user_path
+from fsdp2kit.command_line import check_replaces_its_like, in_one_line, row_numbers, user_path
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
 from fsdp2kit.data.preview import Piece, Preview, Statistics, preview_data
@@ -46,6 +46,7 @@ _MOST_PIECES = 60
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
+    check_replaces_its_like("--html", options.html)
     _, config = load(options.toml, options.overrides)
     check_data(config)
     title = f"{options.toml} · {config.data.format} · {config.data.path or f'{len(config.data.sources)} sources'}"

@@ -106,6 +106,7 @@ class Checkpoints:
             if section.export_hf != "never":
                 if not is_remote(out):  # written beside it; a store is not touched before the export
                     check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
+                self.export_directory.check_apart(root)
                 self.export_directory.check_replaceable(read=read)
         self.store = open_store(root)
         self.config, self.model, self.optimizer = config, model, optimizer
@@ -248,12 +249,12 @@ class Checkpoints:
         self.finish_save()
         tensors = self.stage()
         if self._background is None:
-            self._write_and_publish(tensors, progress, exported)
+            self._write_and_publish(tensors, progress, exported, is_over)
         else:
             # A forward pass may change buffers, and the next one begins before the copy is made.
             buffers = persistent_buffers(self.model)
             tensors["model"].update({name: buffer.clone() for name, buffer in buffers.items()})
-            self._background.begin(tensors, self._write_and_publish, progress, exported)
+            self._background.begin(tensors, self._write_and_publish, progress, exported, is_over)
         return path
 
     def stage(self) -> Tensors:
@@ -294,7 +295,7 @@ class Checkpoints:
         if self._sweep is not None:
             self._sweep.result()
 
-    def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None) -> None:
+    def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None, is_over: bool) -> None:
         """Write and publish a checkpoint, throw away what is not kept, and export what is due."""
         path, began = self.store.path(progress.step), time.monotonic()
         try:
@@ -314,7 +315,7 @@ class Checkpoints:
         waited = self._background.waited if self._background else seconds
         self._events.record("save", step=progress.step, **fields, waited=waited)
         if exported is not None:
-            self.export(exported, check=exported != path)
+            self.export(exported, check=exported != path, is_over=is_over)
 
     def write(self, tensors: Tensors, step: int) -> None:
         """Write tensors, synced, to the step's temporary directory; every rank its own file."""
@@ -363,14 +364,16 @@ class Checkpoints:
 
     # Export
 
-    def export(self, checkpoint: Path, *, check: bool = False) -> None:
-        """Make a checkpoint the run's Hugging Face directory, unless it is that already; see `ensure_export`."""
+    def export(self, checkpoint: Path, *, check: bool = False, is_over: bool = True) -> object:
+        """`ensure_export` of a checkpoint. What must not be replaced there is a warning until the run is over."""
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
             parts_dir = self.environment.get("carried", {}).get("directory")
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
-        except UserError:
-            raise
+        except UserError as error:
+            if is_over:
+                raise
+            return self._tell(f"warning: not exported: {error}; training goes on")
         except Exception as error:
             todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error

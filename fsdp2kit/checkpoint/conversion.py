@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any, get_args
 
@@ -57,10 +58,17 @@ def parse_conversion(arguments: list[str] | None, *, prog: str, to_hf: bool | No
     return options
 
 
+def _size(text: str) -> float:
+    """A positive, finite number of 10^9 bytes."""
+    if not 0 < (size := float(text)) < math.inf:
+        raise ValueError(text)
+    return size
+
+
 def _add_flags_of_checkpoints(parser: argparse.ArgumentParser) -> None:
     flags = parser.add_argument_group("from a checkpoint to a Hugging Face directory")
     flags.add_argument("--dtype", choices=get_args(DType), help="of the weights; default: what the run's config says")
-    flags.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file, in 10^9 bytes; default: 5")
+    flags.add_argument("--max-shard-gb", type=_size, metavar="GB", help="largest file, in 10^9 bytes; default: 5")
     flags.add_argument(
         "--merge",
         nargs="?",

@@ -2,7 +2,7 @@
 
 A store of one export, as `fsdp2kit.checkpoint.store` is one of checkpoints. The record, ``.fsdp2kit-export.json``,
 names the checkpoint, its step, a digest of its manifest (and through it of every byte that was exported), the dtype,
-and the files that the export wrote: only those may be replaced by another.
+and the files that the export wrote, with digests: only these, and only as they were written, may be replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fsdp2kit.checkpoint.adapter import RECORD
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import replace_file, sync, sync_tree
+from fsdp2kit.files import replace_file, sampled_digest, sync, sync_tree
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,13 @@ class ExportDirectory:
 
     @property
     def staging(self) -> Path:
-        """Where the files are written: beside `path`; on an object store, `path` itself."""
-        return self.path if is_remote(self.path) else self.path.with_name(f".{self.path.name}.partial")
+        """Where the files are written: beside `place`; on an object store, `path` itself."""
+        return self.path if is_remote(self.path) else self.place.with_name(f".{self.place.name}.partial")
+
+    @property
+    def place(self) -> Path:
+        """The directory on a disk that `path` leads to, where that is a link."""
+        return self.path.resolve() if self.path.is_symlink() else self.path
 
     def check_replaceable(self, *, read: Iterable[Path | None] = ()) -> None:
         """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``."""
@@ -47,6 +52,27 @@ class ExportDirectory:
         present = {path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if not path.is_dir()}
         if others := sorted(present - {RECORD} - self._files()):
             raise UserError(str(self.path), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)
+        if changed := self.changed():
+            raise UserError(str(self.path), f"{changed[0]} is not as fsdp2kit wrote it there", todo)
+
+    def check_apart(self, checkpoints: Path) -> None:
+        """Refuse an export among checkpoints, or around them: it replaces its directory as a whole."""
+        export, checkpoints = self.path.absolute(), checkpoints.absolute()
+        if export == checkpoints or export in checkpoints.parents or checkpoints in export.parents:
+            what = f"{export} and the run's checkpoints in {checkpoints} lie in each other"
+            raise UserError("checkpoint.export_dir", what, "choose another directory")
+
+    def is_whole(self) -> bool:
+        """Whether all files that an export of ours wrote are there, as we wrote them."""
+        return all((self.path / name).is_file() for name in self._files()) and not self.changed()
+
+    def changed(self) -> list[str]:
+        """The files of our export that are there, and not as we wrote them."""
+        digests = self.record().get("digests")
+        if is_remote(self.path) or not isinstance(digests, dict):
+            return []
+        present = {name: self.path / name for name in digests if (self.path / name).is_file()}
+        return sorted(name for name, path in present.items() if sampled_digest(path) != digests[name])
 
     def record(self) -> dict[str, Any]:
         """The record of the export that is there; empty where there is none that can be read."""
@@ -89,14 +115,16 @@ class ExportDirectory:
                 (self.path / stale).unlink(missing_ok=True)
             _write_record(self.path, files, facts)
             return
-        _write_record(self.staging, files, facts)
+        digests = {name: sampled_digest(self.staging / name) for name in sorted(files)}
+        _write_record(self.staging, files, {**facts, "digests": digests})
         sync_tree(self.staging)
-        old = self.path.with_name(f".{self.path.name}.old")
+        staging, place = self.staging, self.place
+        old = place.with_name(f".{place.name}.old")
         shutil.rmtree(old, ignore_errors=True)
-        if self.path.exists():
-            self.path.rename(old)
-        self.staging.rename(self.path)
-        sync(self.path.parent)
+        if place.exists():
+            place.rename(old)
+        staging.rename(place)
+        sync(place.parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def upload(self, repository: str) -> str:

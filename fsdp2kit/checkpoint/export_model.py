@@ -177,7 +177,8 @@ def _gather(
             if number < len(plan.files[file]):
                 group = plan.files[file][number]
                 dtypes = {form.dtype for form in group.forms.values()}
-                dtype = dtypes.pop() if len(dtypes) == 1 else None
+                # The writer casts to float16, since it looks whether that holds all values.
+                dtype = dtypes.pop() if len(dtypes) == 1 and torch.float16 not in dtypes else None
                 # What is carried over is read from a file, by the writer alone.
                 whole = {key: _whole(tensors[key], dtype) for key in group.keys.values() if key in tensors}
                 if whole and file == mine and problem is None:

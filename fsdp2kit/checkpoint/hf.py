@@ -204,7 +204,7 @@ def ensure_export(
         if distributed.rank() == 0:
             record, digest = directory.record(), _manifest_digest(checkpoint)
             if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
-                stale = not all((directory.path / name).is_file() for name in record["files"])
+                stale = not directory.is_whole()
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
         dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check, parts_dir=parts_dir)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
 from fsdp2kit.checkpoint.store import is_remote
+from fsdp2kit.errors import UserError
 
 LET_GO_BYTES = 1 << 26
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -38,6 +39,9 @@ def write_safetensors(
         forms: meta tensors by name, in the order of their bytes. Wider dtypes first keeps each aligned.
         tensors: the elements of each of them in order, in flat blocks, which are cast to the form's dtype.
         advance: called with the bytes of each block that was written.
+
+    Raises:
+        UserError: values beyond float16's range, where it is asked for.
     """
     with path.open("wb") as file:
         file.write(_header(forms))
@@ -45,7 +49,7 @@ def write_safetensors(
         for (name, form), blocks in zip(forms.items(), tensors, strict=True):
             written = 0
             for block in blocks:
-                size = file.write(block.to(form.dtype).contiguous().view(torch.uint8).numpy().data)
+                size = file.write(_cast(block, form.dtype, name).contiguous().view(torch.uint8).numpy().data)
                 written += size
                 advance(size)
             assert written == form.nbytes, f"{name}: {written} bytes for {form}"
@@ -58,6 +62,15 @@ def write_safetensors(
         if not is_remote(path):
             file.flush()
             os.fsync(file.fileno())
+
+
+def _cast(block: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The block in another dtype. float16 ends at 65,504: what bfloat16 holds, it may not."""
+    cast = block.to(dtype)
+    if dtype == torch.float16 and block.dtype != dtype and (cast.isinf() & block.isfinite()).any():
+        what = f"{name} has values that float16 does not hold (the largest is {block.abs().max().item():.3g})"
+        raise UserError("export", what, "export in bfloat16 or float32")
+    return cast
 
 
 def _header(forms: Mapping[str, Tensor]) -> bytes:

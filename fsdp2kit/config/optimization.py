@@ -314,7 +314,7 @@ class WSDScheduleConfig(LRScheduleConfig):
     """The learning rate over the steps: warm-up, stable, decay; transformers' schedule."""
 
     name: Literal["wsd"]
-    """"wsd": warm-up, stable, decay."""
+    """"wsd": warm-up, stable, decay along half a cosine."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate ÷ peak."""
     decay_steps: PositiveInt | None = None

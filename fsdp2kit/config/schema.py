@@ -72,7 +72,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use deterministic kernels on CUDA, so that runs repeat bit for bit (slower). A CPU run always does."""
     max_minutes: PositiveFloat | None = None
-    """Stop after this many minutes: finish the step, write a checkpoint, exit 0."""
+    """Stop this many minutes after the first step began: finish the step, write a checkpoint, exit 0."""
     timeout_minutes: Annotated[float, Field(ge=0.001, le=1e6)] = 30.0
     """Minutes that a collective may take before the job fails."""
 

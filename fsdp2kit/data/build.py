@@ -209,8 +209,7 @@ def build_data(
     contents = {one.key: stream_content(one.section) for one in sets if section.streaming}
     with agreement():
         for one, found in whole:
-            rows, digest = found.report.rows, found.fingerprint
-            contents[one.key] = content_of(one.section, one.key, rows=rows, digest=digest)
+            contents[one.key] = content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
 
 

@@ -162,15 +162,27 @@ def _answers(row: Columns) -> list[Chat | Plain]:
             if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
                 raise row.missing("prompt")
             prompt = _shared_text(*answers) or None
-        if isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
-            answers = [answer[len(prompt) :] for answer in answers]
+            answers = [answer[len(prompt or "") :] for answer in answers]
+        elif isinstance(prompt, str) and row.section.wrap != "chat":  # where it is a message, no answer can repeat it
+            answers = _without_prompt(answers, prompt)
     else:
         answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
+        repeats = [isinstance(prompt, list) and one[: len(prompt)] == prompt for one in answers]
+        if not all(repeats):  # only one of them
+            answers = [one[len(prompt) :] if repeat else one for one, repeat in zip(answers, repeats, strict=True)]
         prompt, repeated = _said_before(prompt, answers, where)
         answers = [answer[repeated:] for answer in answers]
     if prompt is None:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
     return [_pair(row, prompt, answer) for answer in answers]
+
+
+def _without_prompt(answers: Sequence[str], prompt: str) -> list[str]:
+    """Two answers without the prompt that both begin with. One that goes on inside of a word only happens to begin so,
+    and one alone quotes it."""
+    rest = [one.removeprefix(prompt) for one in answers if one.startswith(prompt)]
+    is_inside = prompt[-1:].isalnum() and any(one[:1].isalnum() for one in rest)
+    return rest if len(rest) == len(answers) and not is_inside else list(answers)
 
 
 def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, int]:

@@ -38,20 +38,22 @@ def open_safetensors(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
+    """The files of a model's weights, which transformers takes: one whole file before an index, which may be older.
+
+    Raises:
+        UserError: there are none, or the index cannot be read.
+    """
     index, single = directory / INDEX_NAME, directory / "model.safetensors"
+    if single.is_file():
+        return [single]
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
         return [directory / name for name in names]
-    if not single.is_file():
-        raise UserError(
-            "model.path",
-            f"{directory} has no model.safetensors and no {INDEX_NAME}",
-            "convert its weights to safetensors, or set model.weights = 'random'",
-        )
-    return [single]
+    what = f"{directory} has no model.safetensors and no {INDEX_NAME}"
+    raise UserError("model.path", what, "convert its weights to safetensors, or set model.weights = 'random'")
 
 
 @dataclass(frozen=True, eq=False)

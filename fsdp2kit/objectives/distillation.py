@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsdp2kit.config.optimization import UnbalancedConfig
 from fsdp2kit.config.schema import (
     DistillConfig,
     Float8Config,
@@ -141,6 +142,7 @@ def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: Par
         "context_parallel": config.context_parallel.model_copy(update={"method": attention.method or "auto"}),
         "lora": LoraConfig(),
         "float8": Float8Config(),
+        "moe": UnbalancedConfig(),
         # A model that is not trained drops nothing, and routes as it does.
         "preflight": PreflightConfig(allow=["dropout", "router_aux_loss"]),
     }
@@ -259,6 +261,8 @@ def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillC
     Returns:
         The gradient with respect to ``logits`` is float32 ``[n, V]``.
     """
+    # Σ (p − q) = 0 is part of both sums: it takes the rounding of the normalisers out of them, which at a high
+    # temperature is larger than the divergence.
     temperature, weight = section.temperature, section.cross_entropy_weight
     shared = min(logits.shape[1], target.shape[1])
     log_p = _log_softmax(logits[:, :shared], temperature)
@@ -266,11 +270,12 @@ def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillC
     p = log_p.exp()
     if section.direction == "forward":
         q = log_q.exp()
-        kl = log_q.sub_(log_p).mul_(q).sum(dim=1)
+        terms = log_q.sub_(log_p).mul_(q)
         slope = p.sub_(q)
+        kl = terms.add_(slope).sum(dim=1)
     else:
         ratio = log_p.sub(log_q)
-        kl = (p * ratio).sum(dim=1)
+        kl = (p * ratio).sub_(p).add_(log_q.exp_()).sum(dim=1)
         slope = ratio.sub_(kl[:, None]).mul_(p)
     gradient = slope.mul_((1 - weight) * temperature)  # T² of the loss ÷ T of the logits
     is_plain = temperature == 1 and shared == logits.shape[1]

@@ -212,6 +212,8 @@ def _settings(mean: Split, settings: Settings, *, device: str) -> Iterator[Advic
         yield Advice("fsdp.reduce_every_micro_batch", "false", why)
     if mean.communication > mean.compute or reductions + sum(gathers.values()) >= 2 * visible:
         why = "more compute to each collective, and fewer of them a step; activations take twice as much"
+        if settings.micro_batches % 2:
+            why += ", and train.global_batch_size has to grow with it"
         yield Advice("train.micro_batch_size", str(2 * settings.micro_batch_size), why)
     if device == "cuda" and fsdp.offload == "none" and mean.idle >= IDLE * mean.duration:
         why = f"the device has nothing to do for {_share(mean.idle, mean)} of the step: the host is too slow for it"

@@ -85,6 +85,8 @@ def write_page(text: str, out: Path, *, force: bool = False) -> None:
         UserError: there is another file, or it cannot be written.
     """
     try:
+        if out.exists() and not out.is_file():  # a pipe would be waited for
+            raise UserError(str(out), "is there, and is no file", "choose another --out")
         if out.exists() and not force and not is_page(out):
             raise UserError(
                 str(out), "is there, and was not written by this command", "choose another --out, or --force"

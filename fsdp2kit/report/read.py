@@ -86,8 +86,10 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Steps done, as far as they were logged."""
-        return max([record["step"] for record in self.records[-1:]] + [start.step for start in self.starts[-1:]] + [0])
+        """Steps done, as far as a record or an event tells."""
+        told = [event["step"] for event in self.of_kind("end") if isinstance(event.get("step"), int)]
+        logged = [record["step"] for record in self.records[-1:]] + [start.step for start in self.starts[-1:]]
+        return max([*logged, *told[-1:], 0])
 
     @property
     def total_steps(self) -> int | None:

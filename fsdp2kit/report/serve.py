@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(503, explain=str(problem))
 
     def _send(self, text: str, kind: str) -> None:
-        content = text.encode()
+        content = text.encode(errors="surrogateescape")
         self.send_response(200)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))

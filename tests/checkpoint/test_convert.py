@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fsdp2kit.checkpoint import safetensors_file
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
@@ -142,6 +145,70 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path, checkpoint: Path) ->
         dcp_to_hf(checkpoint, out)
     assert (out / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_changed_since_is_not_replaced(
+    tmp_path: Path, checkpoint: Path, model: PreTrainedModel, name: str
+) -> None:
+    """A model that was trained further there has the same names and sizes; a damaged file is no export."""
+    out = tmp_path / "out"
+    dcp_to_hf(checkpoint, out, dtype="float32")
+    if name == "model.safetensors":
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        model.float().save_pretrained(out)
+        (out / "generation_config.json").unlink(missing_ok=True)
+    else:
+        (out / name).write_text((out / name).read_text() + "\n")
+    before = (out / name).read_bytes()
+    for again in (partial(dcp_to_hf, checkpoint, out), partial(ensure_export, checkpoint, out=out, dtype="float32")):
+        with pytest.raises(UserError, match=r"is not as fsdp2kit wrote it there; choose another directory, or move"):
+            again()
+    assert (out / name).read_bytes() == before
+    moved = shutil.copytree(out, tmp_path / "moved")
+    assert not ExportDirectory(moved).is_whole()
+
+
+def test_an_export_may_be_moved(tmp_path: Path, checkpoint: Path) -> None:
+    dcp_to_hf(checkpoint, tmp_path / "out", dtype="float32")
+    moved = shutil.copytree(tmp_path / "out", tmp_path / "moved", copy_function=shutil.copyfile)
+    assert not ensure_export(checkpoint, out=moved, dtype="float32")
+    dcp_to_hf(checkpoint, moved, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_goes_where_a_link_leads(tmp_path: Path, checkpoint: Path, is_there: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    place, link = tmp_path / "disk" / "hf", tmp_path / "link"
+    if is_there:
+        place.mkdir()
+    link.symlink_to(place)
+    for dtype in ("float32", "bfloat16", "float32"):
+        dcp_to_hf(checkpoint, link, dtype=dtype)
+        assert link.is_symlink()
+        assert {str(tensor.dtype) for tensor in exported(place).values()} == {f"torch.{dtype}"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "run"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["hf"]
+
+
+def test_what_float16_does_not_hold_is_refused(tmp_path: Path, model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e6
+    path = jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
+    with pytest.raises(UserError, match=r"model\.norm\.weight has values that float16 does not hold .*1e\+06"):
+        dcp_to_hf(path, tmp_path / "out", dtype="float16")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
+    dcp_to_hf(path, tmp_path / "out", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "x"])
+def test_a_file_size_that_is_none_is_refused(
+    tmp_path: Path, checkpoint: Path, size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tool("dcp_to_hf").main([str(checkpoint), str(tmp_path / "out"), "--max-shard-gb", size])
+    assert "--max-shard-gb" in capsys.readouterr().err
 
 
 def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dtype(

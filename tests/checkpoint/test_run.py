@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,28 @@ def test_an_export_does_not_replace_what_the_run_reads(tmp_path: Path) -> None:
     ExportDirectory(out).check_replaceable()
     with pytest.raises(UserError, match="is read here, and the export would replace it; choose another directory"):
         ExportDirectory(tmp_path / "run" / "." / "hf").check_replaceable(read=[None, out])
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/hf", ".", ".."])
+def test_an_export_and_checkpoints_do_not_lie_in_each_other(tmp_path: Path, place: str) -> None:
+    run_dir = tmp_path / "a" / "run"
+    with pytest.raises(UserError, match=r"checkpoint\.export_dir: .* lie in each other; choose another directory"):
+        checkpoints_of(run_dir, export_dir=os.path.normpath(run_dir / place))
+
+
+def test_what_must_not_be_replaced_ends_no_run_before_its_end(tmp_path: Path) -> None:
+    told: list[str] = []
+    checkpoints = checkpoints_of(tmp_path / "run", export_hf="every", async_save=False)
+    checkpoints._tell = told.append
+    checkpoints.save(jobs.progress_at(3))
+    (tmp_path / "run" / "hf" / "notes.txt").write_text("mine")
+    checkpoints.save(jobs.progress_at(4))
+    assert "training goes on" in told[-1]
+    assert "holds notes.txt, which no export of fsdp2kit wrote there" in told[-1]
+    with pytest.raises(UserError, match=r"holds notes\.txt"):
+        checkpoints.save(jobs.progress_at(5), is_over=True)
+    assert (tmp_path / "run" / "hf" / "notes.txt").read_text() == "mine"
+    assert [path.name for path in checkpoints.store.root.glob("step-*")]
 
 
 def test_an_adapter_that_names_another_model_is_warned_of(tmp_path: Path) -> None:

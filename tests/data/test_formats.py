@@ -248,6 +248,17 @@ def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
     return [(tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)) for ids, mask in sides]
 
 
+def test_answers_keep_what_they_only_begin_with(tokenizer) -> None:
+    """A prompt that is a message is no part of an answer, and a prompt inside of a word is none either."""
+    greeting = {"prompt": "Hello", "chosen": "Hello! How can I help?", "rejected": "Hello."}
+    said = [learnt for _, learnt in pair_of(greeting, tokenizer, wrap="chat")]
+    assert said == ["Hello! How can I help?<|im_end|>", "Hello.<|im_end|>"]
+    inside = [text for text, _ in pair_of({"prompt": "I", "chosen": "It is", "rejected": "If so"}, tokenizer)]
+    assert inside == ["<|begin|>IIt is<|im_end|>", "<|begin|>IIf so<|im_end|>"]
+    pair = {"prompt": SINGLE[:1], "chosen": SINGLE, "rejected": [NO]}
+    assert pair_of(pair, tokenizer) == pair_of(PAIR, tokenizer)
+
+
 QUESTION = SINGLE[0]["content"]
 PAIR = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [NO]}
 REPEATED = {"chosen": SINGLE, "rejected": [SINGLE[0], NO]}

@@ -125,8 +125,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert text in shown
     assert shown_of(str(DEMO), capsys, "--rows", "1", "data.streaming=true")["statistics"][""]["rows"] == 600
     assert main([str(DEMO), "--html", str(tmp_path / "x.html")]) == 0
-    assert main([str(DEMO), "--html", str(tmp_path)]) == 2
-    assert "cannot be written (Is a directory); give a file" in capsys.readouterr().err
+    assert main([str(DEMO), "--html", str(tmp_path / "x.html")]) == 0
+    (tmp_path / "mine.txt").write_text("notes of mine")
+    capsys.readouterr()
+    for out, said in (
+        ("", "is there, and is no file"),
+        ("mine.txt", "is no HTML page"),
+        ("no/x", "cannot be written ("),
+    ):
+        assert main([str(DEMO), "--html", str(tmp_path / out)]) == 2
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "notes of mine"
     page = (tmp_path / "x.html").read_text()
     assert "document 1" in page
     assert "<style>" in page

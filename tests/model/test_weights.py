@@ -66,13 +66,27 @@ def test_stored_dtypes_are_widened(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_several_files_equal_one(kind: str, tmp_path: Path) -> None:
-    """Each tensor is read from where the index says, not from a file left over from another save."""
     tiny_model(kind).save_pretrained(tmp_path, max_shard_size="60KB")
-    expected = _plain(tmp_path)
     names = json.loads((tmp_path / INDEX_NAME).read_text())["weight_map"]
     assert len(set(names.values())) > 1
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    _assert_equal(_loaded(tmp_path), expected)
+    _assert_equal(_loaded(tmp_path), _plain(tmp_path))
+
+
+@pytest.mark.parametrize("are_there", [True, False])
+def test_one_file_comes_before_an_index_of_another_save(are_there: bool, tmp_path: Path) -> None:
+    """As in transformers: the index, and perhaps its files, are of an earlier save."""
+    model = tiny_model("llama3")
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    shards = {file: file.read_bytes() for file in tmp_path.glob("model-*.safetensors")}
+    index = (tmp_path / INDEX_NAME).read_text()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    model.save_pretrained(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(index)
+    for file, content in shards.items() if are_there else ():
+        file.write_bytes(content)
+    _assert_equal(_loaded(tmp_path), _plain(tmp_path))
 
 
 @pytest.mark.parametrize("stored_as", ["model.embed_tokens.weight", "lm_head.weight", "both"])
@@ -198,6 +212,7 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path)
+    (path / "model.safetensors").unlink()
     (path / INDEX_NAME).write_text(text)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: is not a safetensors index"):
         _loaded(path)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit.config.schema import DistillConfig
+from fsdp2kit.config.schema import DistillConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import LossHead
-from fsdp2kit.objectives.distillation import _check_inputs, build_distillation, build_teacher, of_student
+from fsdp2kit.objectives.distillation import (
+    _check_inputs,
+    _config_of_teacher,
+    build_distillation,
+    build_teacher,
+    divergence,
+    of_student,
+)
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import DealtOut, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
@@ -71,6 +79,26 @@ def distill(
 ) -> tuple[Tensor, Tensor]:
     of_chunk = partial(of_student, head=teacher, states=states, section=section)
     return head(hidden, labels, of_chunk, beside=len(teacher.weight))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("temperature", [1.0, 20.0, 1000.0])
+def test_a_high_temperature_costs_no_digits(temperature: float, direction: Any) -> None:
+    """The divergence falls with T², and the rounding of its terms does not."""
+    section = DistillConfig(temperature=temperature, direction=direction)
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(16, 20_000, generator=generator)
+    target = logits + 0.7 * torch.randn(16, 20_000, generator=generator)
+    labels = torch.zeros(16, dtype=torch.int64)
+
+    values, gradient = divergence(logits, target, labels, section)
+
+    exact = logits.double().requires_grad_()
+    sums = expected_sums(exact, target.double(), labels, section)
+    sums[0].backward()
+    torch.testing.assert_close(values.double().sum(0), sums.detach(), rtol=max(1e-5, 3e-7 * temperature), atol=0)
+    assert exact.grad is not None
+    assert (gradient.double() - exact.grad).norm() <= 2e-3 * exact.grad.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -246,6 +274,15 @@ def test_a_teacher_needs_of_a_batch_what_the_model_does(
     paths = (AttentionPath(None, "sdpa", **one) for one in (theirs, ours))
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         _check_inputs(model, next(paths), model, next(paths))
+
+
+def test_balance_of_experts_is_asked_of_the_model_alone() -> None:
+    """A dense teacher has none."""
+    config = TrainingConfig.model_validate({"recipe": "x", "moe": {"balance": "aux", "aux_weight": 0.01}})
+    plan: Any = SimpleNamespace(attention=AttentionPath(None, "sdpa"))
+    theirs = _config_of_teacher(DistillConfig(teacher="t"), config, plan)
+    assert (theirs.moe.balance, config.moe.balance) == ("none", "aux")
+    assert theirs.model.path == "t"
 
 
 def test_a_teacher_with_chunks_in_other_layers_is_refused() -> None:

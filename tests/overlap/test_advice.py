@@ -67,6 +67,13 @@ def test_cuda(found: Split, run: Settings, expected: dict[str, str]) -> None:
     assert {one.key: one.value for one in advise(found, run, device="cuda", waiting_by_rank={})} == expected
 
 
+@pytest.mark.parametrize(("micro_batches", "grows"), [(1, True), (2, False), (3, True), (4, False)])
+def test_a_global_batch_that_is_no_multiple_any_more_is_told(micro_batches: int, grows: bool) -> None:
+    run = settings(micro_batches=micro_batches, reduce_every_micro_batch=False)
+    [larger] = advise(mean({REDUCE: 6}), run, device="cuda", waiting_by_rank={})
+    assert ("train.global_batch_size has to grow" in str(larger)) == grows
+
+
 def test_on_gloo_prefetch_is_no_advice() -> None:
     found = advise(mean({FORWARD: 10, BACKWARD: 10}), Settings(), device="cpu", waiting_by_rank={})
     assert {one.key for one in found} == {"", "fsdp.reshard_after_forward", "train.micro_batch_size"}

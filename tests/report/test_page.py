@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,13 +82,26 @@ def test_only_its_own_pages_are_replaced(run: Path, tmp_path: Path, capsys: pyte
     assert out.stat().st_size > 50_000
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_not_waited_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert report.main([str(run), "--out", str(tmp_path / "pipe"), "--force"]) == 2
+    assert "is there, and is no file" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_gives_a_page(run: Path, tmp_path: Path) -> None:
+    strange = shutil.copytree(run, tmp_path / os.fsdecode(b"caf\xe9"))
+    assert report.main([str(strange), "--out", str(tmp_path / "page.html")]) == 0
+    assert b"caf\xe9" in (tmp_path / "page.html").read_bytes()
+
+
 def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, said in (
         ([str(tmp_path / "none")], "is no directory"),
         ([str(tmp_path / "empty")], "has no metrics.jsonl"),
         ([str(run), "--out", str(tmp_path / "none" / "page.html")], "cannot be written"),
-        ([str(run), "--out", str(tmp_path)], "cannot be written"),
+        ([str(run), "--out", str(tmp_path)], "is there, and is no file"),
         ([str(run), "--follow", "--out", "x.html"], "leave out"),
         ([str(run), "--port", "1"], "is for --follow"),
         ([str(run), "--follow", "--port", "70000"], "cannot be used"),

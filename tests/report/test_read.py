@@ -239,6 +239,11 @@ def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path, last_bytes: 
     assert steps == list(range(9))[max(0, 9 - last_bytes // size) :]
 
 
+def test_a_stop_between_two_records_tells_its_step(tmp_path: Path) -> None:
+    write(tmp_path, metrics='{"step": 5, "loss": 2.0}\n', events=event(1, "start") + event(2, "end", step=7))
+    assert read_run(tmp_path).step == 7
+
+
 SAVED = "checkpoints/step-000004/manifest.json"
 
 

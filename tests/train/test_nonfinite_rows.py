@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -109,3 +110,6 @@ def test_numbers_of_rows(text: str, numbers: list[int]) -> None:
     assert rows_text(numbers) == text
     assert row_numbers(text) == numbers
     assert row_numbers("3") == 3
+    for none in ("5-1", "0-2", "a", "1-", "2,x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            row_numbers(none)
