@@ -126,8 +126,9 @@ def compare_with_transformers(kind: type, ranks: int) -> list[float]:
     return [float((one - other).abs().max()) for one, other in pairs if one is not None and other is not None]
 
 
-@pytest.mark.parametrize("kind", [full(Qwen3MoeExperts), GptOssExperts])
-@pytest.mark.parametrize("ranks", [2, full(4), full(1)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [Qwen3MoeExperts, GptOssExperts])
+@pytest.mark.parametrize("ranks", [2, 4, 1])
 def test_the_operator_is_that_of_transformers(kind: type, ranks: int, pool: WorkerPool) -> None:
     """Uneven experts, one without tokens, and biases, transposed weights and interleaved gates of gpt-oss."""
     for found in pool.run(ranks, compare_with_transformers, kind, ranks):

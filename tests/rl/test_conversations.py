@@ -327,6 +327,7 @@ def test_more_than_a_pipe_holds_is_sent_both_ways_at_once(tmp_path: Path) -> Non
             assert answers == 16 * [[{"role": "user", "content": "a" * 300_000}]]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_one_that_hangs_and_does_not_read_what_it_is_sent_is_ended(tmp_path: Path) -> None:
     turn = [{"role": "assistant", "content": "b" * 300_000}]

@@ -119,6 +119,7 @@ def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> Non
     assert ask(engine)
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_receive_in_time(server: VLLMStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_transport, "_REASON", 0.2)  # the answer is waited for twice as long as the broadcast
     engine = engine_by_network(server, timeout=10.0)
