@@ -39,6 +39,7 @@ def hold(path: Path) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.full
 def test_a_second_job_is_refused_by_name_until_the_first_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "x"
     process, child = hold(run_dir)

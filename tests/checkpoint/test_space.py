@@ -19,6 +19,7 @@ from fsdp2kit.config.schema import TrainConfig, TrainingConfig
 from fsdp2kit.errors import StorageFailure, UserError
 from fsdp2kit.optim.build import build_optimizer
 from tests.checkpoint import jobs
+from tests.reference import full
 
 STEPS = 100
 
@@ -48,7 +49,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     return check
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", full("muon")])
 def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..., list[str]], name: str) -> None:
     model = jobs.tiny_llama(hidden=256)
     optimizer = build_optimizer(config_of(name=name).optimizer, model)

@@ -43,6 +43,7 @@ def install_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setitem(scope, name, kernel)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_the_same_with_kernels_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model_dir(kind, tmp_path)

@@ -96,6 +96,7 @@ def _compare(cases: list[Case], pool: WorkerPool, families: Path, reference: Cal
     assert not misses, "\n".join(misses)
 
 
+@pytest.mark.full
 def test_training_equals_the_plain_loop(pool: WorkerPool, families: Path, reference: Any) -> None:
     _compare(DEFAULT, pool, families, reference)
 

@@ -109,7 +109,7 @@ SLOW = {
 @pytest.mark.parametrize(
     ("strategy", "kind", "reduce_every"),
     [
-        ("full_shard", "llama3", "auto"),
+        full("full_shard", "llama3", "auto"),
         *(full(*case) for case in FULL),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW - {*FULL})),
     ],

@@ -231,7 +231,6 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 DEFAULT = (
     "llama, full_shard, none",
-    "mixtral, counted, full",
     "llama, ulysses over 2",
     "experts dealt out over 2, full",
 )

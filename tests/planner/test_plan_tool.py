@@ -244,6 +244,7 @@ def test_ones_own_mfu(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert by_mode["full"]["speed"]["low"]["mfu"] < 0.33  # recomputed
 
 
+@pytest.mark.full
 def test_the_longest_sequence_fits_and_the_next_one_does_not(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--world-size", "8", "--device", "h100", "--longest", "--json", "activation_checkpointing.mode=full")
     _, text = run(capsys, toml(LLAMA_8B), *arguments)

@@ -340,6 +340,7 @@ def test_one_that_hangs_and_does_not_read_what_it_is_sent_is_ended(tmp_path: Pat
                 asked_for.result()
 
 
+@pytest.mark.full
 def test_a_loop_that_hangs_and_a_reset_without_messages(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen25")
     with holding(tmp_path, "Hangs", tokenizer, environment_seconds=2.0) as conversations:

@@ -94,6 +94,7 @@ def test_a_server_that_fails_ends_the_update_at_once_and_takes_the_next(
         assert not server.is_linked, "nor by the group of the update that failed"
 
 
+@pytest.mark.full
 def test_a_side_that_is_gone_is_noticed_by_the_other(server: VLLMStandIn) -> None:
     engine = engine_by_network(server)
     data = bucket(a=torch.zeros(2**24))

@@ -109,7 +109,7 @@ def test_an_engine_has_what_an_export_has(case: Case, models: Path, pool: Worker
 @pytest.mark.parametrize(
     ("kind", "mib"),
     [
-        ("mixtral", 1 * KIB),
+        full("mixtral", 1 * KIB),
         full("mixtral", 1),
         full("llama3", 20 * KIB),
         slow("mixtral", 20 * KIB),
