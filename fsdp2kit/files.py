@@ -11,7 +11,6 @@ from pathlib import Path
 from fsdp2kit.errors import causes
 
 CHUNK_BYTES = 1 << 22
-_SAMPLES, _SAMPLE_BYTES = 512, 1 << 12
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -81,22 +80,6 @@ def sha256(path: Path, *, advance: Callable[[int], object] = lambda size: None) 
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
-
-
-def sampled_digest(path: Path) -> str:
-    """A digest of a file's size and of its bytes; of a large file, of samples that are evenly spread over it."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        digest.update(str(size).encode())
-        if size <= CHUNK_BYTES:
-            file.seek(0)
-            digest.update(file.read())
-        else:
-            for number in range(_SAMPLES):
-                file.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def bundled_folder(name: str) -> Path:

@@ -116,7 +116,7 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         flag = "--fit" if options.fit else "--longest"
         raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")
     for flag, path in (("--png", options.png), ("--html", options.html)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is not None and not path.absolute().parent.is_dir():
             raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
         check_replaces_its_like(flag, path)
 

@@ -364,7 +364,7 @@ class Checkpoints:
 
     # Export
 
-    def export(self, checkpoint: Path, *, check: bool = False, is_over: bool = True) -> object:
+    def export(self, checkpoint: Path, *, check: bool = False, is_over: bool = True) -> None:
         """`ensure_export` of a checkpoint. What must not be replaced there is a warning until the run is over."""
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
@@ -373,7 +373,8 @@ class Checkpoints:
         except UserError as error:
             if is_over:
                 raise
-            return self._tell(f"warning: not exported: {error}; training goes on")
+            self._tell(f"warning: not exported: {error}; training goes on")
+            return
         except Exception as error:
             todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
@@ -411,10 +412,8 @@ class Checkpoints:
         self.finish_save()  # the best step's may be under way
         best = self.store.path(progress.best_step)
         candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
-        found = newest
         # Rank 0 answers for all: a file system may show the others an older state of the directory.
-        if rank() == 0:
-            found = next((one for one in candidates if holds_best(one, progress)), newest)
+        found = next((one for one in candidates if holds_best(one, progress)), newest) if rank() == 0 else newest
         return gather_objects(found)[0]
 
     def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:

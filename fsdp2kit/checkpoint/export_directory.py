@@ -17,7 +17,8 @@ from typing import Any
 from fsdp2kit.checkpoint.adapter import RECORD
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import replace_file, sampled_digest, sync, sync_tree
+from fsdp2kit.files import replace_file, sha256, sync, sync_tree
+from fsdp2kit.model.assets import weights_digest
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ExportDirectory:
         if is_remote(self.path) or not isinstance(digests, dict):
             return []
         present = {name: self.path / name for name in digests if (self.path / name).is_file()}
-        return sorted(name for name, path in present.items() if sampled_digest(path) != digests[name])
+        return sorted(name for name, path in present.items() if _digest(path) != digests[name])
 
     def record(self) -> dict[str, Any]:
         """The record of the export that is there; empty where there is none that can be read."""
@@ -115,7 +116,7 @@ class ExportDirectory:
                 (self.path / stale).unlink(missing_ok=True)
             _write_record(self.path, files, facts)
             return
-        digests = {name: sampled_digest(self.staging / name) for name in sorted(files)}
+        digests = {name: _digest(self.staging / name) for name in sorted(files)}
         _write_record(self.staging, files, {**facts, "digests": digests})
         sync_tree(self.staging)
         staging, place = self.staging, self.place
@@ -147,6 +148,11 @@ class ExportDirectory:
     def _files(self) -> set[str]:
         """The files that exports of ours wrote there, or were about to."""
         return set(self.record().get("files", []))
+
+
+def _digest(path: Path) -> str:
+    """Of a file of weights, samples of each tensor are read: it may have many gigabytes."""
+    return weights_digest(path) if path.suffix == ".safetensors" else sha256(path)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

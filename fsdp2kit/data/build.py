@@ -15,6 +15,7 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.contents import Content, content_of, stream_content
+from fsdp2kit.data.day import settle_day
 from fsdp2kit.data.documents import Documents, build_documents
 from fsdp2kit.data.formats import WRAPPED, looks_unwrapped
 from fsdp2kit.data.held_out import hold_out, key_border, read_held_out
@@ -24,7 +25,7 @@ from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, iterate_packs
 from fsdp2kit.data.tables import cache_key, read_tokens, require_tokenizer, start_workers
-from fsdp2kit.data.template import Tokenizer, settle_day
+from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.progress import Progress

@@ -167,11 +167,8 @@ def _answers(row: Columns) -> list[Chat | Plain]:
             answers = _without_prompt(answers, prompt)
     else:
         answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-        repeats = [isinstance(prompt, list) and one[: len(prompt)] == prompt for one in answers]
-        if not all(repeats):  # only one of them
-            answers = [one[len(prompt) :] if repeat else one for one, repeat in zip(answers, repeats, strict=True)]
         prompt, repeated = _said_before(prompt, answers, where)
-        answers = [answer[repeated:] for answer in answers]
+        answers = [answer[count:] for answer, count in zip(answers, repeated, strict=True)]
     if prompt is None:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
     return [_pair(row, prompt, answer) for answer in answers]
@@ -185,27 +182,28 @@ def _without_prompt(answers: Sequence[str], prompt: str) -> list[str]:
     return rest if len(rest) == len(answers) and not is_inside else list(answers)
 
 
-def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, int]:
-    """The messages before two answers (None without any), and how many of these messages the answers repeat.
+def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, list[int]]:
+    """The messages before two answers (None without any), and how many of these messages each of them repeats.
 
-    The answers may repeat a longer conversation than the prompt, or only its last messages.
+    Both may repeat a longer conversation than the prompt, or only its last messages; one alone may repeat the prompt.
     """
     # Each answer keeps one message at least.
     shared = answers[0][: same_at_start(answers[0][:-1], answers[1][:-1])]
     if prompt is None:
-        return shared or None, len(shared)
+        return shared or None, [len(shared)] * 2
     if isinstance(prompt, str):
         said = [message["content"].strip() for message in shared if isinstance(message.get("content"), str)]
         if shared and prompt.strip() not in said:
             what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
             raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
-        return shared or _wrapped(prompt, "user"), len(shared)
+        return shared or _wrapped(prompt, "user"), [len(shared)] * 2
     prompt = check_messages(prompt, where, name="prompt")
     for start in range(len(shared) - len(prompt) + 1):
         if shared[start : start + len(prompt)] == prompt:
-            return shared[: start + len(prompt)], start + len(prompt)
+            return shared[: start + len(prompt)], [start + len(prompt)] * 2
+    alone = [len(prompt) if one[: len(prompt)] == prompt else 0 for one in answers]
     sizes = range(min(len(prompt), len(shared)), 0, -1)
-    return prompt, next((size for size in sizes if prompt[-size:] == shared[:size]), 0)
+    return prompt, alone if any(alone) else [next((size for size in sizes if prompt[-size:] == shared[:size]), 0)] * 2
 
 
 def _shared_text(one: str, other: str) -> str:

@@ -32,10 +32,11 @@ import pyarrow as pa
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
+from fsdp2kit.data.day import day_of, writes_date
 from fsdp2kit.data.formats import answers_per_row, row_key
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
-from fsdp2kit.data.template import Tokenizer, day_of, writes_date
+from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import encode_rows, ending_of, special_ids
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
@@ -188,7 +189,7 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("rows.py", "formats.py", "chat.py", "template.py", "tokens.py", "tables.py"):
+    for name in ("rows.py", "formats.py", "chat.py", "template.py", "day.py", "tokens.py", "tables.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 

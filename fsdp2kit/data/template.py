@@ -13,21 +13,17 @@ import difflib
 import itertools
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import date, datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsdp2kit.data.day import dated
 from fsdp2kit.data.rows import load_json
-from fsdp2kit.distributed import gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import began
 
 Message = dict[str, Any]
 
@@ -49,7 +45,6 @@ _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
 _TODO = "set model.chat_template to a template that renders it, or take it out of the data"
 
-_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # transformers' name of the function
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 # Unicode noncharacters, which text must not hold. `fsdp2kit.data.chat` checks that.
@@ -69,35 +64,6 @@ class _CallForm(NamedTuple):
     """``{"function": {"name", "arguments"}}``, not ``{"name", "arguments"}``."""
 
 
-def settle_day(tokenizer: Tokenizer | None, run_dir: Path) -> None:
-    """Give a template that writes the date the day on which the run first began. Collective.
-
-    Otherwise ranks would differ around midnight, and a run that is resumed on another day would have other tokens.
-    """
-    if tokenizer is not None and writes_date(tokenizer):
-        seconds = gather_objects(began(run_dir) or time.time())[0]
-        vars(tokenizer)["_fsdp2kit_day"] = datetime.fromtimestamp(seconds).date()
-
-
-def writes_date(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template asks for the date, as those of Llama 3.2, gpt-oss and SmolLM3 do."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-def day_of(tokenizer: Tokenizer) -> date:
-    """The day that the chat template writes: `settle_day`'s, else today."""
-    return vars(tokenizer).get("_fsdp2kit_day") or datetime.now().date()
-
-
-def _dated(source: str, day: date) -> str:
-    """A template with ``day`` in place of its calls for the date; at midnight, so that no text depends on the hour.
-
-    transformers makes texts of the functions that a template is given.
-    """
-    midnight = datetime.combine(day, datetime.min.time())
-    return _DATE.sub(lambda call: json.dumps(midnight.strftime(call[2])), source)
-
-
 class Template:
     """A tokenizer's chat template, with the tools and variables of one row.
 
@@ -110,12 +76,11 @@ class Template:
 
     def __init__(self, tokenizer: Tokenizer, *, tools: Any, variables: Mapping[str, Any], where: str) -> None:
         try:
-            self._source = tokenizer.get_chat_template(tools=tools)
+            self._source = dated(tokenizer.get_chat_template(tools=tools), tokenizer)
         except ValueError as error:
             what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
             todo = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
             raise UserError("model.chat_template", what, todo) from None
-        self._source = _dated(self._source, day_of(tokenizer))
         self._marked = mark_answers(self._source)
         self._variables = {**tokenizer.special_tokens_map, **variables}
         self._tools, self._where = tools, where

@@ -161,13 +161,14 @@ _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 """Bytes of each end of a file, of a sample of a tensor, and how many samples."""
 
 
-def weights_digest(directory: str | Path) -> str:
-    """Two digests of a directory's safetensors: of their sizes, headers and last bytes, and of samples of each tensor.
+def weights_digest(place: str | Path) -> str:
+    """Two digests of a safetensors file, or of a directory's: of sizes, headers and last bytes, and of samples of each
+    tensor.
 
     They do not depend on the directory's path. Reading the files whole would take minutes.
     """
-    edges, samples = hashlib.sha256(), hashlib.sha256()
-    for path in sorted(Path(directory).glob("*.safetensors")):
+    edges, samples, place = hashlib.sha256(), hashlib.sha256(), Path(place)
+    for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
         if not path.is_file():
             raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
         size = path.stat().st_size

@@ -12,7 +12,8 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
-from fsdp2kit.data.template import Template, day_of, settle_day
+from fsdp2kit.data.day import day_of, settle_day
+from fsdp2kit.data.template import Template
 from fsdp2kit.events import began
 from tests.data import templates
 from tests.data.families import SINGLE
@@ -57,10 +58,9 @@ def test_a_run_that_begins_writes_what_transformers_writes_today(tmp_path: Path,
     assert f"Today: {before:%d %b %Y}" in text or date.today() != before
 
 
-def test_a_run_that_is_resumed_writes_the_day_on_which_it_began(
-    tmp_path: Path, tokenizer, datasets_cache: Path
-) -> None:
-    today, _ = read(tmp_path, tokenizer)
+def test_a_run_that_is_resumed_writes_the_day_on_which_it_began(tmp_path: Path, tokenizer) -> None:
+    plain = make_tokenizer(templates.CHATML)
+    today, undated = read(tmp_path, tokenizer)[0], read(tmp_path, plain)[0]
     begin_on(tmp_path, datetime(2025, 3, 7, 23, 59))
 
     data, text = read(tmp_path, tokenizer)
@@ -68,8 +68,7 @@ def test_a_run_that_is_resumed_writes_the_day_on_which_it_began(
     assert "Today: 07 Mar 2025" in text
     assert data.fingerprint != today.fingerprint, "the cache has tokens of another day"
     assert data.fingerprint == read(tmp_path, tokenizer)[0].fingerprint
-    plain = make_tokenizer(templates.CHATML)
-    assert read(tmp_path, plain)[0].fingerprint == read(tmp_path / "run" / "..", plain)[0].fingerprint
+    assert read(tmp_path, plain)[0].fingerprint == undated.fingerprint
 
 
 def test_no_text_depends_on_the_hour(tokenizer) -> None:

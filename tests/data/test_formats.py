@@ -255,8 +255,10 @@ def test_answers_keep_what_they_only_begin_with(tokenizer) -> None:
     assert said == ["Hello! How can I help?<|im_end|>", "Hello.<|im_end|>"]
     inside = [text for text, _ in pair_of({"prompt": "I", "chosen": "It is", "rejected": "If so"}, tokenizer)]
     assert inside == ["<|begin|>IIt is<|im_end|>", "<|begin|>IIf so<|im_end|>"]
-    pair = {"prompt": SINGLE[:1], "chosen": SINGLE, "rejected": [NO]}
-    assert pair_of(pair, tokenizer) == pair_of(PAIR, tokenizer)
+    sharegpt = [{"from": "human", "value": SINGLE[0]["content"]}]
+    for prompt in (SINGLE[:1], sharegpt):
+        pair = {"prompt": prompt, "chosen": SINGLE, "rejected": [NO]}
+        assert pair_of(pair, tokenizer) == pair_of(PAIR, tokenizer)
 
 
 QUESTION = SINGLE[0]["content"]
