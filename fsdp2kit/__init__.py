@@ -23,7 +23,9 @@ Parts, in the order in which a recipe (``recipes/sft.py``) builds them
     build_metrics       metrics to the console, ``metrics.jsonl`` and wandb
     Run, train_loop     what a run has besides model and data; the training loop
     cross_entropy       the loss; pass `train_loop` another one
-    build_slice_batch   a batch → this rank's inputs of ``model.loss_sum``, for a loop of your own
+    build_mean_loss     a global batch → its mean loss on any mesh, for a loop of your own
+    clip_gradients      the norm of all gradients, which it limits
+    build_slice_batch   a batch of the loader → this rank's inputs of ``model.loss_sum``
     export_model        the sharded model → a Hugging Face directory
     say                 print on rank 0
 Sections of a config, for recipes of your own and for builders that are called alone
@@ -50,7 +52,8 @@ A run. A row of ``chats.jsonl`` is ``{"messages": [{"role": "user", "content": "
     print([record["loss"] for record in finished.records])  # and finished.directory / "hf" is the model
 
 The same from its parts, without checkpoints, saved at the end. ``python x.py`` runs either script on one rank,
-``torchrun --nproc-per-node 8 x.py`` eight::
+``torchrun --nproc-per-node 8 x.py`` eight, with the same losses and gradients. `build_mean_loss` is for a loop that
+does without `train_loop`, too; README has one::
 
     config = fk.load_config(settings, "run.dir=runs/parts")
     with fk.start_job(config) as job:
@@ -122,7 +125,9 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.train.evaluation import build_evaluation as build_evaluation
     from fsdp2kit.train.loop import Run as Run
     from fsdp2kit.train.loop import train as train_loop
+    from fsdp2kit.train.mean_loss import build_mean_loss as build_mean_loss
     from fsdp2kit.train.metrics import build_metrics as build_metrics
+    from fsdp2kit.train.step import clip_gradients as clip_gradients
     from fsdp2kit.train.step import cross_entropy as cross_entropy
 
 __version__ = "0.1.0"
@@ -155,6 +160,8 @@ _HOMES = {
     "Run": "train.loop",
     "train_loop": "train.loop",
     "cross_entropy": "train.step",
+    "build_mean_loss": "train.mean_loss",
+    "clip_gradients": "train.step",
     "build_slice_batch": "parallel.context_parallel.batch",
     "export_model": "checkpoint.export_model",
     "say": "console",
@@ -212,12 +219,14 @@ __all__ = [
     "build_data",
     "build_evaluation",
     "build_lr_schedule",
+    "build_mean_loss",
     "build_mesh",
     "build_metrics",
     "build_model",
     "build_optimizer",
     "build_slice_batch",
     "build_tokenizer",
+    "clip_gradients",
     "cross_entropy",
     "export_model",
     "initialize",

@@ -99,6 +99,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
             raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_stop_at_exit)
     machine = _number("GROUP_RANK", "SLURM_NODEID", default=rank // local_size)
     hosts = _hosts = name_machines(gather_objects((machine, platform.node())))
     if size > 1:
@@ -158,10 +159,20 @@ def stop() -> None:
     """Destroy the process group, if there is one."""
     global _hosts
     _hosts = ()
+    atexit.unregister(_stop_at_exit)
     failures.stop()
     status.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _stop_at_exit() -> None:
+    """Destroy the process group of a script that does not: its threads would abort the interpreter's teardown.
+
+    See `end_process`. After an error the other ranks may be in a collective, for which destroying would wait.
+    """
+    if getattr(sys, "last_value", None) is None:
+        stop()
 
 
 def rank() -> int:

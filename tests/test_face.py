@@ -254,9 +254,8 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         assert any("image/png" in output.get("data", {}) for output in cell.outputs)
 
 
-def test_the_reference_is_current_and_short() -> None:
+def test_the_reference_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make schema`"
-    assert PAGE.stat().st_size <= 16_000
 
 
 def test_the_example_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

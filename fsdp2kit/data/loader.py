@@ -77,6 +77,67 @@ class Batch:
         return self.input_ids.numel()
 
 
+def batch_of(
+    input_ids: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+    *,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    length_multiple: int = 1,
+) -> Batch:
+    """A data-parallel rank's rows of a global batch that is at hand as tensors, as one micro-batch.
+
+    Where ``dp_size`` does not divide the rows, rows without a target fill the batch up; where ``length_multiple`` does
+    not divide their length, tokens without a target.
+
+    Args:
+        input_ids: int64 ``[B, S]`` on the host, as are the others.
+        labels: shifted, −100 is no target.
+        position_ids: from 0 in every row and at every document.
+    """
+    count, length = input_ids.shape
+    rows = -(-count // dp_size)
+    padded_length = -(-length // length_multiple) * length_multiple
+    mine = slice(dp_rank * rows, (dp_rank + 1) * rows)
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    lengths[: len(input_ids[mine])] = length
+
+    def fill(values: Tensor, padding: Tensor) -> Tensor:
+        if values.shape == padding.shape:
+            return values
+        padding[: values.shape[0], :length] = values
+        return padding
+
+    shape = (rows, padded_length)
+    tokens = fill(input_ids[mine], torch.zeros(shape, dtype=torch.int64))
+    targets = fill(labels[mine], torch.full(shape, IGNORE, dtype=torch.int64))
+    # The padding of a row begins a document of its own.
+    of_padding = torch.zeros(shape, dtype=torch.int64)
+    of_padding[:] = torch.arange(padded_length) % _PADDING
+    of_padding[: len(input_ids[mine]), length:] = torch.arange(padded_length - length) % _PADDING
+    positions = fill(position_ids[mine], of_padding)
+    return Batch(
+        tokens,
+        targets,
+        positions,
+        supervised_tokens=int((targets != IGNORE).sum()),
+        input_tokens=int(lengths.sum()),
+        attention_pairs=_pairs(positions, lengths),
+        lengths=None if bool((lengths == padded_length).all()) else lengths,
+    )
+
+
+def _pairs(position_ids: Tensor, lengths: Tensor) -> int:
+    """Sum of length² over the documents of each row's first ``lengths`` tokens."""
+    pairs = 0
+    for positions, length in zip(position_ids, lengths.tolist(), strict=True):
+        starts = (positions[:length] == 0).nonzero().squeeze(1)
+        sizes = torch.diff(starts, append=torch.tensor([length]))
+        pairs += int(sizes.square().sum())
+    return pairs
+
+
 @dataclass(frozen=True)
 class Share:
     """The packs of a global batch that one data-parallel rank reads: [r × n, (r + 1) × n), n = global ÷ dp_size."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -283,9 +284,22 @@ def apply_fsdp(
             offload_policy=offload,
             ignored_params=set(module.parameters()) - own,
         )
+        if over.size() > 1:
+            _sum_gradients(module)
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
+
+
+def _sum_gradients(unit: Any) -> None:
+    """Let a unit's gradients add up over its ranks; FSDP2 averages them by default.
+
+    Each rank's loss is a part of the whole batch's, so the sum is the gradient, for any mesh and any objective. An
+    average would depend on the unit's mesh, which is smaller for experts. The divide factor alone would select
+    PREMUL_SUM, which gloo refuses and NCCL rounds to zero in bfloat16 up to torch 2.13 (pytorch#190747).
+    """
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
 
 
 def _precision(section: FSDPConfig, unit: Unit) -> MixedPrecisionPolicy:

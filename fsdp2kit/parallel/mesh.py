@@ -81,11 +81,6 @@ class Mesh:
         """Whether this is dp rank 0. When every rank holds the same row, only the first dp rank's result is used."""
         return self.dp_rank == 0
 
-    @property
-    def gradient_ranks(self) -> int:
-        """The factor from FSDP2's average of gradients to their sum: every rank holds a part of the loss."""
-        return self.shard.size()
-
     def sum_loss(self, loss: Tensor) -> Tensor:
         """Sum a device tensor, in place, over all ranks, each of which holds a part of the loss. Collective."""
         if self.batch.size() > 1:

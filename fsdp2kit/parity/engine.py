@@ -114,7 +114,7 @@ class Sharded:
         dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
         first = next_batch(dealt, 0, mesh=mesh)
         fsdp = self.config.fsdp
-        accumulate_gradients(self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=fsdp, mesh=mesh)
+        accumulate_gradients(self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=fsdp)
         gradients = {}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad and self.plan.adapter is not None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
-from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.loader import Batch, batch_of
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
@@ -51,15 +51,7 @@ class Rows:
 
     def as_batch(self) -> Batch:
         """These rows as our loader hands them out."""
-        lengths = [length for row in self.position_ids for length in document_lengths(row)]
-        return Batch(
-            self.input_ids,
-            self.labels,
-            self.position_ids,
-            supervised_tokens=self.targets,
-            input_tokens=self.input_ids.numel(),
-            attention_pairs=sum(length**2 for length in lengths),
-        )
+        return batch_of(self.input_ids, self.labels, self.position_ids)
 
 
 def document_lengths(positions: Tensor) -> list[int]:

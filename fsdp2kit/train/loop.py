@@ -176,9 +176,9 @@ def train_step(
     section, memory = run.config.train, run.metrics.throughput.memory
     memory.end(None)
     local_loss = accumulate_gradients(
-        model, batch, objective=objective, shard=shard, fsdp=run.config.fsdp, mesh=run.mesh, end_phase=memory.end
+        model, batch, objective=objective, shard=shard, fsdp=run.config.fsdp, end_phase=memory.end
     )
-    norm = clip_gradients(model, section.max_grad_norm)
+    norm = clip_gradients(model, max_norm=section.max_grad_norm)
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
     record = step_record(local_loss, norm, lr, batch, names=objective.names, mesh=run.mesh)
     if is_finite(record):

@@ -197,7 +197,6 @@ def accumulate_gradients(
     objective: Objective,
     shard: Callable[[Any], dict[str, Any]],
     fsdp: FSDPConfig,
-    mesh: Mesh,
     end_phase: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
     """Forward and backward over this rank's micro-batches, one at a time on the device.
@@ -216,7 +215,6 @@ def accumulate_gradients(
         `Measured` objective follow.
     """
     keeps_units = reshards_after_forward(fsdp) is False
-    scale = mesh.gradient_ranks / batch.num_items  # FSDP2 averages gradients over these ranks
     total = None
     batch.losses.clear()
     for number, micro in enumerate(batch.micro_batches, start=1):
@@ -232,7 +230,7 @@ def accumulate_gradients(
         batch.losses.append(loss.detach())
         end_phase("forward")
         status.enter("backward")
-        (loss * scale).backward()
+        (loss / batch.num_items).backward()  # gradients add up over ranks: `apply_fsdp`
         end_phase("backward")
         found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
         total = found if total is None else total + found
@@ -240,8 +238,11 @@ def accumulate_gradients(
     return total / batch.num_items
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm`` (0: never); returns `gradient_norm`."""
+def clip_gradients(model: nn.Module, *, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (0: never); returns the norm before.
+
+    It is the norm over all ranks, a float32 scalar, the same on each of them. Collective.
+    """
     status.enter("gradient norm")
     norm = gradient_norm(model)
     if max_norm > 0:

@@ -311,7 +311,7 @@ def _log_prob_gradients(folder: Path, case: Case, rows: Rows) -> tuple[dict[str,
     inputs = sharded.inputs(rows[mesh.dp_rank * count : (mesh.dp_rank + 1) * count].as_batch())
     positions = inputs["position_ids"].flatten()[inputs["index"]]
     log_probs, entropies = model.token_log_probs(**inputs)
-    ((log_probs * (1 + positions)).sum() * mesh.gradient_ranks).backward()
+    (log_probs * (1 + positions)).sum().backward()
     sums = mesh.sum_loss(torch.stack([log_probs.detach().sum(), entropies.sum()]).double())
     return {name: whole(gradient_of(p)) for name, p in model.named_parameters()}, sums.tolist()
 

@@ -209,7 +209,7 @@ def first_steps(folder: Path, cases: Sequence[tuple[Case, str, dict[str, Any]]])
         objective = Measured(build_distillation(section, teacher, config=config, mesh=mesh))
         dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
         first, shard = next_batch(dealt, 0, mesh=mesh), sharded.inputs
-        local = accumulate_gradients(model, first, objective=objective, shard=shard, fsdp=config.fsdp, mesh=mesh)
+        local = accumulate_gradients(model, first, objective=objective, shard=shard, fsdp=config.fsdp)
         assert all(parameter.grad is None for parameter in teacher.model.parameters())
         assert objective.names == ("cross_entropy", "kl")
         gradients = {name: whole(gradient_of(parameter)) for name, parameter in model.named_parameters()}

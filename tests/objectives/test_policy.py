@@ -106,9 +106,7 @@ def _on_mesh(
     micro = batches_of(section, prompts, rollouts, seq_len=case.seq_len, **sizes)
     source: Any = SimpleNamespace(batch=lambda index: micro, source_names=())
     batch, objective = next_batch(source, 0, mesh=mesh), Measured(policy)
-    sums = accumulate_gradients(
-        sharded.model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp, mesh=mesh
-    )
+    sums = accumulate_gradients(sharded.model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp)
     figures = [*mesh.sum_loss(sums.double()).tolist(), policy.figures({"log_prob_gap": 0.0})["log_prob_gap_max"]]
     return figures, {name: whole(gradient_of(p)) for name, p in sharded.model.named_parameters()}
 

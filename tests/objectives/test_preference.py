@@ -99,9 +99,7 @@ def outcomes(folder: Path, cp: int, variants: list[tuple[str, int, bool]]) -> li
         batch = next_batch(loader, 0, mesh=mesh)
         assert batch.num_items == len(PAIRS)
         assert len(batch.micro_batches) == 8 // micro // mesh.sizes.dp
-        total = accumulate_gradients(
-            model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp, mesh=mesh
-        )
+        total = accumulate_gradients(model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp)
         loss, *metrics = mesh.sum_loss(total).tolist()
         gradients = {name: whole(gradient_of(p)).numpy().copy() for name, p in model.named_parameters()}
         model.zero_grad()
@@ -189,7 +187,8 @@ def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
     assert not off.requires_grad
     assert model.training
     on, _ = model.token_log_probs(**inputs)
-    (on - off).square().sum().backward()
+    # Both ranks have all rows, and gradients add up over ranks.
+    ((on - off).square().sum() / distributed.world_size()).backward()
     assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     gradients = {name: whole(p.grad).numpy().copy() for name, p in model.named_parameters() if p.requires_grad}
     return {"off": off.numpy(), "on": on.detach().numpy(), "began": began.numpy(), "gradients": gradients}

@@ -176,7 +176,6 @@ def accumulate(sharded: Sharded, rows: Rows, micro_batches: Sequence[Rows] | Non
         objective=cross_entropy,
         shard=sharded.inputs,
         fsdp=sharded.config.fsdp,
-        mesh=sharded.mesh,
     )
 
 

@@ -375,7 +375,6 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
             objective=cross_entropy,
             shard=shard,
             fsdp=config.fsdp,
-            mesh=sharded.mesh,
             end_phase=end_phase,
         )
     parameters = list(sharded.model.parameters())

@@ -184,7 +184,7 @@ def trace_step(
 
             allocations.on_range = partial(_mark_gradients, allocations, model)
             allocations.start()
-            accumulate(model, batch, shard=lambda _: dict(fakes), fsdp=config.fsdp, mesh=mesh, end_phase=end)
+            accumulate(model, batch, shard=lambda _: dict(fakes), fsdp=config.fsdp, end_phase=end)
             allocations.default = "optimizer"
             allocations.start()
             optimizer.step()

@@ -195,9 +195,7 @@ def naps(
     losses = []
     for number in range(4):
         batch = next_batch(dealt, number, mesh=sharded.mesh)
-        loss = accumulate_gradients(
-            model, batch, objective=cross_entropy, shard=sharded.inputs, fsdp=config.fsdp, mesh=sharded.mesh
-        )
+        loss = accumulate_gradients(model, batch, objective=cross_entropy, shard=sharded.inputs, fsdp=config.fsdp)
         losses.append(loss.item())
         if sleeps and number == 1:
             _nap(model, optimizer, ["weights"])  # gradients and all

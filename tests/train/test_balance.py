@@ -116,7 +116,6 @@ def run_balanced(
             objective=balance.objective(cross_entropy),
             shard=balance.shard(sharded.inputs),
             fsdp=config.fsdp,
-            mesh=mesh,
         )
         balance.end_step(moves=False)
     gradients = {name: whole(gradient_of(p)).float().numpy() for name, p in model.named_parameters()}

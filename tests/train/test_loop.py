@@ -143,7 +143,7 @@ def _count_reductions(folder: Path, case: Case) -> dict[str, list[int]]:
         return sharded.inputs(micro)
 
     with count_traffic() as traffic:
-        accumulate_gradients(model, batch, objective=cross_entropy, shard=inputs, fsdp=sharded.config.fsdp, mesh=mesh)
+        accumulate_gradients(model, batch, objective=cross_entropy, shard=inputs, fsdp=sharded.config.fsdp)
         note()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return done

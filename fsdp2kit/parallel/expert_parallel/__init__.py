@@ -13,6 +13,6 @@ Attention, routers, norms and shared experts are sharded over all ranks, as with
 `deal` deals experts out, `experts` is the operator, `exchange` who gets what. With ep or without: `recomputation`
 keeps what routers chose, `routing` counts it for the balance of experts.
 
-A rank's gradients of its experts have the tokens of all ranks that send to it. FSDP averages them over the ranks with
-the same experts, which are 1/ep of those over which it averages all else; the operator divides them by ep.
+A rank's gradients of its experts have the tokens of all ranks that send to it. They add up over the ranks with the
+same experts, as all gradients add up over the ranks that shard a parameter.
 """

@@ -36,15 +36,6 @@ class Routing:
         """``[E]``: where the rows of each of this rank's experts end, on the device."""
         return self.counts.sum(0).cumsum(0, dtype=torch.int32).to(self.order.device)
 
-    @property
-    def share(self) -> float:
-        """What the gradient of an expert's parameter is multiplied by.
-
-        FSDP averages it over the ranks with the same experts, which are 1/ep of those over which it averages all other
-        parameters' gradients.
-        """
-        return 1 / self.group.size()
-
     def to_experts(self, pairs: Tensor) -> Tensor:
         """From sorted pairs ``[T·K, …]`` to the rows of this rank's experts ``[R, …]``, sorted by expert."""
         if self.group.size() == 1:

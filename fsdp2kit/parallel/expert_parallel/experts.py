@@ -175,16 +175,16 @@ def _gradients(x: Tensor, grad: Tensor, routing: Routing, kind: ExpertKind, want
     if not kind.has_bias:
         return [weight]
     sums = [rows.sum(0) for rows in grad.split(routing.sizes)] if wanted[1] else []
-    return [weight, torch.stack(sums).mul_(routing.share) if sums else x.new_empty(0)]
+    return [weight, torch.stack(sums) if sums else x.new_empty(0)]
 
 
 def _of_weight(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
-    """leftᵀ·right of each expert's rows, times its share: ``[R, M]`` and ``[R, N]`` → ``[E, M, N]``."""
+    """leftᵀ·right of each expert's rows: ``[R, M]`` and ``[R, N]`` → ``[E, M, N]``."""
     if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
-        return F.grouped_mm(left.t(), right, offs=routing.ends).mul_(routing.share)
+        return F.grouped_mm(left.t(), right, offs=routing.ends)
     weight = left.new_empty((len(routing.sizes), left.shape[1], right.shape[1]))
     for into, one, other in zip(weight, left.split(routing.sizes), right.split(routing.sizes), strict=True):
-        torch.addmm(into, one.t(), other, beta=0, alpha=routing.share, out=into)
+        torch.mm(one.t(), other, out=into)
     return weight
 
 
