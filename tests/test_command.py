@@ -132,7 +132,7 @@ def test_convert_says_what_it_does_in_both_directions(capsys: pytest.CaptureFixt
         ([], {}, "on 2 ranks (the fewest ranks that [mesh] allows; --world-size N checks another number), checked in"),
         (["--world-size", "8"], {}, "on 8 ranks, checked in"),
         full(["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
-        full([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
+        ([], {"WORLD_SIZE": "4"}, "on 4 ranks (WORLD_SIZE), checked in"),
         full(["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
         (["--world-size", "16"], {}, "on 16 ranks; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise), checked in"),
         full(["--world-size", "16"], {"LOCAL_WORLD_SIZE": "4"}, "on 16 ranks, checked in"),

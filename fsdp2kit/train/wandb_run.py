@@ -105,7 +105,9 @@ def _where(run: Any, mode: Mode, why: str) -> str:
     """The line at the start: whether the run leaves this machine, where to, and how to change that."""
     if mode == "online":
         what = f"config, metrics and samples are uploaded to {run.url or 'its server'}"
-        return without_secrets(f"wandb: {what}; wandb.mode=disabled turns that off, wandb.mode=offline keeps them here")
+        return without_secrets(
+            f"wandb: {what}; wandb.mode=disabled turns that off, wandb.mode=offline keeps them here"
+        )
     folder = Path(run.dir).parent  # of ``files``
     return f"wandb: {why}nothing is uploaded; `wandb sync {folder}` does so later"
 
