@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
 from fsdp2kit.console import counted
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, pip_install
 
 _MOST = 2**20  # ranks, GiB
 
@@ -182,7 +182,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)  # retired
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
-    parser.add_argument("--png", type=user_path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
+    parser.add_argument("--png", type=user_path, metavar="FILE", help=f"a picture ({pip_install('matplotlib')})")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="a page with picture and tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser.parse_intermixed_args(arguments)

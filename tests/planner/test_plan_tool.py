@@ -130,6 +130,7 @@ def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[s
 def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml(LLAMA_8B)
     given = ["--world-size", "8", "--device-memory", "32", "mesh.dp_shard=8", "train.micro_batch_size=2"]
+    given += ["activation_checkpointing.mode=selective", "activation_checkpointing.every=2"]
     _, text = run(capsys, path, *given, "--json", "--fit")
     first, *others = json.loads(text)["fit"]
     assert not others

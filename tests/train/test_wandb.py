@@ -107,9 +107,15 @@ def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("section", "variable", "has_key", "mode", "says"),
     [
-        ("auto", None, False, "offline", "wandb: no login, so nothing is uploaded; `wandb sync run/wandb/offline-run-abc` does"),
+        (
+            "auto",
+            None,
+            False,
+            "offline",
+            "no login, so nothing is uploaded; `wandb sync run/wandb/offline-run-abc`",
+        ),
         ("auto", "online", False, "offline", "no login, so nothing is uploaded"),  # it never asks for one
-        ("auto", None, True, "online", "uploaded to https://***@wandb.mine.org/t/p/runs/abc; wandb.mode=disabled turns"),
+        ("auto", None, True, "online", "uploaded to https://***@wandb.mine.org/t/p/runs/abc; wandb.mode=disabled"),
         ("auto", "online", True, "online", "uploaded to"),
         ("auto", "offline", True, "offline", "wandb: nothing is uploaded"),
         ("auto", "dryrun", True, "offline", "wandb: nothing is uploaded"),
