@@ -447,7 +447,7 @@ def _spellings(given: Any, problems: Sequence[Mapping[str, Any]], fields: Sequen
     if not is_short and (not isinstance(given, (str, int, float)) or isinstance(given, bool)):
         return
     if is_short or kinds & {"list_type", "tuple_type"}:
-        items = given if is_short else _items(given)
+        items: list[Any] = given if isinstance(given, list) else _items(given)
         yield items
         for field in fields:  # one of two numbers: the others as they are by default
             if isinstance(field.default, (list, tuple)):
