@@ -56,7 +56,7 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     from fsdp2kit.run import load_recipe
     from fsdp2kit.starter import draft as drafting
     from fsdp2kit.starter.look import look
-    from fsdp2kit.starter.machine import find_fit, launch_command, nodes_of
+    from fsdp2kit.starter.machine import advise_on_cpu, bfloat16_speedup, find_fit, launch_command, nodes_of
 
     kind = drafting.KINDS[options.recipe]
     device, world_size = _machine(options)
@@ -67,7 +67,7 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     name = "schema.json" if kind.recipe == "sft" else f"schema.{kind.recipe}.json"
     head = [command, f":schema {bundled_folder('toml') / name}", kind.purpose]
     if device is None:
-        head.append('On a CPU add fsdp.param_dtype = "float32": few are fast in bfloat16.')
+        head.append(advise_on_cpu(bfloat16_speedup()))
     open_keys = [f"{section}.{key}" for section, keys in sections.items() for key, one in keys.items() if one.is_open]
 
     def text() -> str:

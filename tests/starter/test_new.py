@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli
+import torch
 
 from fsdp2kit import run
 from fsdp2kit.planner.devices import ALLOWANCE, DEVICES
 from fsdp2kit.planner.search import Search
 from fsdp2kit.starter.draft import KINDS
-from fsdp2kit.starter.machine import launch_command, nodes_of
+from fsdp2kit.starter.machine import bfloat16_speedup, launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
 from tests.reference import demo_model_dir, needs_integers
@@ -148,6 +149,33 @@ def test_ranks_are_dealt_to_equal_nodes(ranks: int, expected: tuple[int, int]) -
     assert command.endswith("-m fsdp2kit.run 'a b.toml'")
     assert ("--nnodes" in command) == (expected[0] > 1)
     assert (f"--nproc-per-node {expected[1]} " in command) == (ranks > 1)
+
+
+@pytest.mark.parametrize(("speedup", "advice"), [(0.3, 'add fsdp.param_dtype = "float32"'), (1.6, "may stay")])
+def test_a_cpu_is_measured_before_advice_is_given(
+    speedup: float, advice: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("fsdp2kit.starter.machine.bfloat16_speedup", lambda: speedup)
+    monkeypatch.setattr(new, "_machine", lambda options: (None, 1))
+    assert new.main(["sft", "--out", str(tmp_path / "sft.toml")]) == 0
+    (line,) = [one for one in (tmp_path / "sft.toml").read_text().splitlines() if one.startswith("# On a CPU")]
+    assert advice in line
+    assert f"{speedup} times as fast in bfloat16 as in float32" in line
+
+
+def test_a_slow_bfloat16_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts matmuls: three ticks each in float32, and one in bfloat16."""
+    ticks = 0.0
+    own = torch.Tensor.__matmul__
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        nonlocal ticks
+        ticks += 3 if left.dtype == torch.float32 else 1
+        return own(left, right)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
+    monkeypatch.setattr("fsdp2kit.starter.machine.time.perf_counter", lambda: ticks)
+    assert bfloat16_speedup() == 3
 
 
 def test_a_plan_for_ranks_of_two_nodes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
