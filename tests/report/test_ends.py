@@ -58,9 +58,8 @@ def test_the_newest_start_ends_as_the_run_does(tmp_path: Path) -> None:
     write(tmp_path, metrics=metric(1, 5) + metric(7, 6), events=event(T + 1, "start"))
     run = read_run(tmp_path)
     assert ends_of(run) == {1: End("killed after step 7", run.seen)}
-    write(
-        tmp_path, lock=json.dumps({"pid": 1, "host": "elsewhere"})
-    )  # written to just now, by a host that is not here
+    # Written to just now, by a host that is not here.
+    write(tmp_path, lock=json.dumps({"pid": 1, "host": "elsewhere"}))
     assert ends_of(read_run(tmp_path)) == {1: End("running", None)}
     write(tmp_path, events=event(T + 1, "start") + event(T + 2, "stop", reason="SIGTERM"))
     assert ends_of(read_run(tmp_path)) == {1: End("running, asked to stop (SIGTERM)", None)}
