@@ -269,3 +269,41 @@ def test_smollm2_on_real_data(kind: str, pool: WorkerPool, tmp_path: Path, monke
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     print(*((one["step"], one["loss"]) for one in records))
     assert len(records) == 2
+
+
+@pytest.mark.parametrize("source", ["sft", "dpo"])
+def test_a_recipe_to_change_is_a_copy_that_runs_by_name_and_by_path(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert new.main(["recipe", "mine", *(["--from", source] if source != "sft" else [])]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "fsdp2kit run YOUR.toml recipe=mine"
+    own = (Path(run.__file__).parents[1] / "recipes" / f"{source}.py").read_bytes()
+    assert (tmp_path / "recipes" / "mine.py").read_bytes() == own
+    toml = "demo_cp2" if source == "sft" else "dpo_smollm2"
+    for name in ("mine", "recipes/mine.py"):
+        recipe, config = run.load(toml, [f"recipe={name}"])
+        assert Path(str(recipe.__file__)).resolve() == tmp_path / "recipes" / "mine.py"
+        assert type(config) is recipe.Config
+    if source == "sft":
+        assert run.main([toml, "--check", "recipe=mine"]) == 0
+
+
+def test_a_recipe_is_not_overwritten_nor_put_in_the_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mistakes = {
+        ("sft",): "NAME: 'sft' comes with fsdp2kit, and recipes/sft.py would take its place in this folder",
+        ("a b",): "NAME: 'a b' is no name of a Python module; use letters, digits and _",
+        ("mine", "--from", "dpp"): "--from: there is no recipe 'dpp'; did you mean dpo?",
+    }
+    for arguments, says in mistakes.items():
+        assert new.main(["recipe", *arguments]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "recipes").exists()
+    assert new.main(["recipe", "mine.py"]) == 0
+    (tmp_path / "recipes" / "mine.py").write_text("# changed\n")
+    assert new.main(["recipe", "mine"]) == 2
+    assert "recipes/mine.py exists, and is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "recipes" / "mine.py").read_text() == "# changed\n"
