@@ -264,7 +264,9 @@ def load_recipe(path: str | Path) -> ModuleType:
 
 
 def _parse(arguments: Sequence[str] | None) -> Any:
-    parser = argparse.ArgumentParser(prog="fsdp2kit.run", description="Train as a TOML says.")
+    is_check = "--check" in (sys.argv[1:] if arguments is None else arguments)
+    name, what = ("check", "Check a TOML and plan its run.") if is_check else ("run", "Train as a TOML says.")
+    parser = argparse.ArgumentParser(prog=f"fsdp2kit {name}", description=what)
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
