@@ -66,7 +66,7 @@ def bfloat16_speedup() -> float:
         rounds = []
         for _ in range(5):
             started = time.perf_counter()
-            left @ right
+            _ = left @ right
             rounds.append(time.perf_counter() - started)
         seconds[dtype] = min(rounds)
     return seconds[torch.float32] / seconds[torch.bfloat16]
