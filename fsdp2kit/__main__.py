@@ -1,4 +1,4 @@
-"""``fsdp2kit COMMAND …``: one command for everything; ``fsdp2kit`` alone lists the commands.
+"""``fsdp2kit COMMAND …``: one command for everything; ``fsdp2kit`` alone lists the commands by task.
 
 It runs one process. For several: ``torchrun --nproc-per-node N -m fsdp2kit.run TOML``, and
 ``torchrun … -m fsdp2kit.tools.NAME`` for a tool that uses several.
@@ -13,14 +13,32 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
-from fsdp2kit.errors import did_you_mean
+from fsdp2kit.errors import nearest
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
     "check": "check a TOML and plan its run, without weights and network: fsdp2kit check TOML [--world-size N]",
-    "convert": "a checkpoint to a Hugging Face directory, or back: fsdp2kit convert SOURCE OUT",
+    "convert": "a checkpoint to a Hugging Face directory, or back: fsdp2kit convert SOURCE OUT (or: export)",
     "verify": "whether a checkpoint is whole: fsdp2kit verify runs/x/checkpoints/step-000200",
 }
+_ALIASES = {"export": "convert"}
+_OTHER_WORDS = {
+    "train": "run",
+    "eval": "run (with train.steps=0 it only evaluates)",
+    "evaluate": "run (with train.steps=0 it only evaluates)",
+    "merge": "convert --merge",
+    "chat": "generate",
+    "inference": "generate",
+}
+"""What other tools call what a command does."""
+_TASKS = {
+    "begin": ("new", "check", "preview", "plan", "parity", "migrate_fsdp1"),
+    "train": ("run", "launch"),
+    "look at runs": ("runs", "report", "overlap_report", "cycle"),
+    "use what was trained": ("convert", "verify", "generate"),
+    "look up": ("docs", "keys", "models", "schema"),
+}
+"""Commands by what a user wants to do. Those in no list are for maintainers: ``--help-all`` has them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(__version__)
         return 0
     command = command.replace("-", "_")
+    if command == "help" and rest:  # of one command
+        command, rest = rest[0].replace("-", "_"), ["--help"]
+    command = _ALIASES.get(command, command)
     found = _tools()
     if command in ("run", "check"):
         module, rest = "fsdp2kit.run", rest + ["--check"] * (command == "check")
@@ -42,22 +63,40 @@ def main(arguments: list[str] | None = None) -> int:
         module = f"fsdp2kit.tools.{'dcp_to_hf' if to_hf else 'hf_to_dcp'}"
     elif command in found:
         module = f"fsdp2kit.tools.{command}"
+    elif command in ("help", "__help", "_h", "__help_all"):
+        _list({**_COMMANDS, **{name: _first_line(path) for name, path in found.items()}}, all=command == "__help_all")
+        return 0
     else:
-        return _list(command, {**_COMMANDS, **{name: _first_line(path) for name, path in found.items()}})
+        typed = _shown(command)
+        names = [_shown(name) for name in (*_COMMANDS, *_ALIASES, *found)]
+        near = nearest(typed, [*names, *_OTHER_WORDS])
+        todo = f"did you mean {_OTHER_WORDS.get(near, near)}?" if near else "`fsdp2kit --help` lists them"
+        print(f"error: fsdp2kit {typed}: no such command; {todo}", file=sys.stderr)
+        return 2
     sys.argv = [f"fsdp2kit {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 
 
-def _list(command: str, lines: dict[str, str]) -> int:
-    """List the commands, after an error unless help was asked for."""
-    is_asked = command in ("help", "__help", "_h")
-    if not is_asked:
-        todo = did_you_mean(command, lines, otherwise="choose one of these")
-        print(f"error: fsdp2kit {command}: no such command; {todo}", file=sys.stderr)
-    width = max(map(len, lines))
-    print(*(f"{name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
-    return 0 if is_asked else 2
+def _list(lines: dict[str, str], *, all: bool) -> None:
+    """List the commands with a line each, by task."""
+    tasks = dict(_TASKS)
+    if all:
+        listed = {name for names in _TASKS.values() for name in names}
+        tasks["maintain fsdp2kit"] = tuple(name for name in lines if name not in listed)
+    width = max(len(name) for names in tasks.values() for name in names)
+    for task, names in tasks.items():
+        print(f"{task}:")
+        for name in names:
+            print(f"  {_shown(name):<{width}}  {lines[name]}")
+    print(
+        "\nfsdp2kit COMMAND --help says more."
+        + ("" if all else " fsdp2kit --help-all also lists maintainers' commands.")
+    )
+
+
+def _shown(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _tools() -> dict[str, Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AttentionInterface, PreTrainedModel
 
+from fsdp2kit.checkpoint.offline import try_places
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.data_schema import ASKED
@@ -23,6 +24,8 @@ def check_offline(
 ) -> tuple[list[str], list[str]]:
     """Plan the run as a recipe's `main` does, and read its data: the first rows, or all if that takes seconds.
 
+    The places that the run writes to are tried, without leaving anything there.
+
     Args:
         sizes: of the mesh.
         local_world_size: ranks of a node.
@@ -32,7 +35,7 @@ def check_offline(
         not checked: "model", a TOML key, …
 
     Raises:
-        UserError: what `build_model`, `plan_parallel` or the data would refuse.
+        UserError: what `build_model`, `plan_parallel`, the run directory or the data would refuse.
     """
     layout = Layout(sizes, config.fsdp, node_names(sizes.world_size, local_world_size))
     lines, unchecked, model, plan = [str(sizes)], [], None, None
@@ -52,7 +55,7 @@ def check_offline(
             lines = plan.describe()
         else:  # an id of the hub
             unchecked.append("model.adapter")
-    lines = [*layout.draw(), *lines, *layout.warnings()]
+    lines = [*layout.draw(), *lines, *layout.warnings(), *try_places(config)]
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     if data.format not in ASKED:  # how long responses are is not known

@@ -11,10 +11,20 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
-_EXTRAS = {
-    **{"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot", "griffe": "dev"},
-    **{"tensorboard": "tensorboard", "mlflow": "mlflow", "sqlalchemy": "mlflow", "alembic": "mlflow"},
+_MLFLOW = ("mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic")
+REQUIREMENTS = {
+    "peft": ("peft>=0.20",),
+    "torchao": ("torchao>=0.18",),
+    "liger_kernel": ("liger-kernel",),
+    "matplotlib": ("matplotlib>=3.9",),
+    "griffe": ("griffe>=2",),
+    "tensorboard": ("tensorboard>=2.20",),
+    "mlflow": _MLFLOW,
+    "sqlalchemy": _MLFLOW,
+    "alembic": _MLFLOW,
 }
+"""What pip installs for each module of our extras, as pyproject.toml has it: ``fsdp2kit[extra]`` would need fsdp2kit
+itself on a package index."""
 
 
 class UserError(Exception):
@@ -69,9 +79,12 @@ def importing(package: str, *, where: str) -> Iterator[None]:
 
 
 def _missing(package: str, where: str, what: str) -> UserError:
-    return UserError(
-        where, f"needs {package}, which {what}", f"install it: pip install 'fsdp2kit[{_EXTRAS[package]}]'"
-    )
+    return UserError(where, f"needs {package}, which {what}", f"install it: {pip_install(package)}")
+
+
+def pip_install(module: str) -> str:
+    """The command that installs a module of our extras, quoted for a shell."""
+    return " ".join(["pip install", *(f"'{one}'" if ">" in one else one for one in REQUIREMENTS[module])])
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

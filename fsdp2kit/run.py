@@ -264,7 +264,9 @@ def load_recipe(path: str | Path) -> ModuleType:
 
 
 def _parse(arguments: Sequence[str] | None) -> Any:
-    parser = argparse.ArgumentParser(prog="fsdp2kit.run", description="Train as a TOML says.")
+    is_check = "--check" in (sys.argv[1:] if arguments is None else arguments)
+    name, what = ("check", "Check a TOML and plan its run.") if is_check else ("run", "Train as a TOML says.")
+    parser = argparse.ArgumentParser(prog=f"fsdp2kit {name}", description=what)
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
@@ -289,23 +291,48 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[st
     return options
 
 
+def world_to_plan(
+    config: TrainingConfig, *, ranks: int | None = None, local_ranks: int | None = None, verb: str
+) -> tuple[int, int, str]:
+    """The world size that ``check`` and ``plan`` take: that of their option, else WORLD_SIZE, else the fewest ranks.
+
+    Args:
+        ranks, local_ranks: the options' values: ranks of the run, and of a node. Without the second: LOCAL_WORLD_SIZE,
+            else 8.
+        verb: what the command does with another ``--world-size N``, for its line.
+
+    Returns:
+        Ranks, ranks of a node, and what to say of a number that no option gave.
+
+    Raises:
+        UserError: WORLD_SIZE or LOCAL_WORLD_SIZE is no number of processes.
+    """
+    _, size, _, local = distributed.ranks_from_environment()
+    note = ""
+    if ranks is not None:
+        size = ranks
+    elif "WORLD_SIZE" in os.environ:
+        note = " (WORLD_SIZE)"
+    else:
+        size = smallest_world(config)
+        note = f" (the fewest ranks that [mesh] allows; --world-size N {verb} another number)"
+    if local_ranks is not None:
+        local = local_ranks
+    elif "LOCAL_WORLD_SIZE" not in os.environ:
+        local = 8
+        if size > local:
+            note += f"; nodes of {local} ranks (LOCAL_WORLD_SIZE says otherwise)"
+    return size, min(local, size), note
+
+
 def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
-    """Without a ``world_size``, the environment's counts, else the fewest ranks that ``[mesh]`` allows."""
-    started, note = time.perf_counter(), ""
+    """``--check`` on as many ranks as `world_to_plan` says."""
+    started = time.perf_counter()
     # Before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        _, size, _, local_world_size = distributed.ranks_from_environment()
         recipe, config = load(toml, overrides)
-        if world_size is None and "WORLD_SIZE" in os.environ:
-            world_size = size
-        else:
-            if world_size is None:
-                world_size = smallest_world(config)
-                note = " (the fewest ranks that [mesh] allows; --world-size N checks another number)"
-            if "LOCAL_WORLD_SIZE" not in os.environ:
-                local_world_size = min(world_size, 8)
-                note += "; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise)" if world_size > 8 else ""
+        world_size, local_world_size, note = world_to_plan(config, ranks=world_size, verb="checks")
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):
             lines, unchecked = [str(sizes)], recipe.check(config)

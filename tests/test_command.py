@@ -34,19 +34,64 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     return calls
 
 
-def test_alone_it_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines)[:4] == ["run", "check", "convert", "verify"]
-    assert sorted(list(lines)[4:]) == TOOLS
+def listed(text: str) -> dict[str, dict[str, str]]:
+    """The commands' lines by task."""
+    tasks: dict[str, dict[str, str]] = {}
+    for line in text.partition("\n\n")[0].splitlines():
+        if line.startswith("  "):
+            name, words = line.split(maxsplit=1)
+            tasks[[*tasks][-1]][name] = words
+        else:
+            tasks[line.removesuffix(":")] = {}
+    return tasks
+
+
+def test_it_lists_commands_by_task_and_all_of_them_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for arguments in ([], ["--help"], ["help"], ["-h"]):
+        assert command.main(arguments) == 0
+        shown.append(capsys.readouterr().out)
+    assert len(set(shown)) == 1
+    tasks = listed(shown[0])
+    assert [*tasks] == ["begin", "train", "look at runs", "use what was trained", "look up"]
+    assert {"new", "check", "plan", "preview"} <= tasks["begin"].keys()
+    assert {"run", "launch"} == tasks["train"].keys()
+    assert not {"bench", "api", "make-demo"} & {name for names in tasks.values() for name in names}
+    assert command.main(["--help-all"]) == 0
+    every = listed(capsys.readouterr().out)
+    assert {"bench", "api", "make-demo"} <= every["maintain fsdp2kit"].keys()
+    lines = {name: line for names in every.values() for name, line in names.items()}
+    assert sorted(name.replace("-", "_") for name in lines) == sorted([*TOOLS, "run", "check", "convert", "verify"])
     assert all(lines.values())
 
 
-def test_an_unknown_command_is_one_line_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["trian"]) == 2
+@pytest.mark.parametrize(
+    ("typed", "todo"),
+    [
+        ("trian", "did you mean run?"),
+        ("xyz", "`fsdp2kit --help` lists them"),
+        ("chekc", "did you mean check?"),
+        ("exprot", "did you mean export?"),
+        ("overlap-reprt", "did you mean overlap-report?"),
+        ("evla", "did you mean run (with train.steps=0 it only evaluates)?"),
+        ("--helb", "`fsdp2kit --help` lists them"),
+    ],
+)
+def test_an_unknown_command_is_one_line(typed: str, todo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([typed]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: fsdp2kit trian: no such command")
-    assert "run " in captured.out
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: fsdp2kit {typed}: no such command; {todo}")
+    assert captured.err.count("\n") == 1
+
+
+def test_help_of_one_command(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["help", "hf-to-dcp"]) == 0
+    assert started == [("fsdp2kit.tools.hf_to_dcp", ["--help"])]
+    for arguments, says in ((["--help"], "usage: fsdp2kit run "), (["--check", "--help"], "usage: fsdp2kit check ")):
+        with pytest.raises(SystemExit):
+            run.main(arguments)
+        assert capsys.readouterr().out.startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +103,7 @@ def test_an_unknown_command_is_one_line_and_the_list(capsys: pytest.CaptureFixtu
         (["preview", "x.toml"], "fsdp2kit.tools.preview", ["x.toml"]),
         (["hf-to-dcp", "a", "b"], "fsdp2kit.tools.hf_to_dcp", ["a", "b"]),
         (["convert", "model", "out"], "fsdp2kit.tools.hf_to_dcp", ["model", "out"]),
+        (["export", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "out"]),
         (["convert", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "out"]),
         (
             ["convert", "s3://bucket/step-000003", "out"],
@@ -132,7 +178,7 @@ def test_convert_says_what_it_does_in_both_directions(capsys: pytest.CaptureFixt
         ([], {}, "on 2 ranks (the fewest ranks that [mesh] allows; --world-size N checks another number), checked in"),
         (["--world-size", "8"], {}, "on 8 ranks, checked in"),
         full(["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
-        full([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
+        ([], {"WORLD_SIZE": "4"}, "on 4 ranks (WORLD_SIZE), checked in"),
         full(["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
         (["--world-size", "16"], {}, "on 16 ranks; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise), checked in"),
         full(["--world-size", "16"], {"LOCAL_WORLD_SIZE": "4"}, "on 16 ranks, checked in"),

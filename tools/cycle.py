@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from fsdp2kit.command_line import in_one_line, new_figure, user_path, write_figure
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, pip_install
 
 COLORS = {
     "sync": "tab:orange",
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="cycle", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=user_path, help="directory of a run of recipe grpo")
-    parser.add_argument("--png", type=user_path, required=True, metavar="FILE", help='(pip install "fsdp2kit[plot]")')
+    parser.add_argument("--png", type=user_path, required=True, metavar="FILE", help=f"({pip_install('matplotlib')})")
     options = parser.parse_args(arguments)
     records = read_records(options.run_dir)
     seconds, memory = cycle_of(records)

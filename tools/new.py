@@ -1,6 +1,7 @@
 """Write a short, commented TOML for a recipe, filled from what a model and data show; it passes --check.
 
 fsdp2kit new sft --model DIR --data chat.jsonl [--out sft.toml] [--world-size 8] [--device h100]
+fsdp2kit new recipe NAME [--from dpo]    # recipes/NAME.py: a copy of a recipe, to change
 
 RECIPE is sft, lora, qlora, dpo, distill (--teacher DIR), grpo, pretrain or fsdp1_baseline. Without --model or --data
 the TOML has lines to fill in. It is written whole or not at all, and never over a file.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,10 @@ from fsdp2kit.files import bundled_folder, replace_file
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake; then nothing is written."""
-    options = _parse(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["recipe"]:
+        return _new_recipe(given[1:])
+    options = _parse(given)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: it never waits for a network
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from fsdp2kit.starter.draft import KINDS
@@ -51,12 +56,48 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _new_recipe(arguments: list[str]) -> int:
+    """Copy a recipe of the package to ``recipes/NAME.py`` in the working directory."""
+    known = {path.stem: path for path in sorted(bundled_folder("recipes").glob("*.py"))}
+    parser = argparse.ArgumentParser(
+        prog="fsdp2kit new recipe", description="Write recipes/NAME.py, a copy of a recipe to change."
+    )
+    parser.add_argument("name", metavar="NAME", help="what TOMLs will call it: recipe = NAME")
+    parser.add_argument(
+        "--from", dest="source", default="sft", metavar="RECIPE", help=f"what is copied (sft): {', '.join(known)}"
+    )
+    options = parser.parse_args(arguments)
+    name = options.name.removesuffix(".py")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise UserError("NAME", f"{options.name!r} is no name of a Python module", "use letters, digits and _")
+    if name in known:
+        what = f"{name!r} comes with fsdp2kit, and recipes/{name}.py would take its place in this folder"
+        raise UserError("NAME", what, "choose another name")
+    if options.source not in known:
+        todo = did_you_mean(options.source, known, otherwise=f"name one of {', '.join(known)}")
+        raise UserError("--from", f"there is no recipe {options.source!r}", todo)
+    out = Path("recipes") / f"{name}.py"
+    if out.exists() or out.is_symlink():
+        raise UserError("NAME", f"{out} exists, and is not overwritten", "choose another name")
+    try:
+        out.parent.mkdir(exist_ok=True)
+        replace_file(out, known[options.source].read_bytes())
+    except OSError as error:
+        what = f"{out} cannot be written ({error.strerror})"
+        raise UserError("NAME", what, "start this in a folder that may be written to") from None
+    print(
+        f"wrote {out}, a copy of recipe {options.source}; change the line that builds what you want different, then:"
+    )
+    print(f"fsdp2kit run YOUR.toml recipe={name}")
+    return 0
+
+
 def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str | None, str]:
     """The TOML's text, lines about it, a warning, and the command that starts the run."""
     from fsdp2kit.run import load_recipe
     from fsdp2kit.starter import draft as drafting
     from fsdp2kit.starter.look import look
-    from fsdp2kit.starter.machine import find_fit, launch_command, nodes_of
+    from fsdp2kit.starter.machine import advise_on_cpu, bfloat16_speedup, find_fit, launch_command, nodes_of
 
     kind = drafting.KINDS[options.recipe]
     device, world_size = _machine(options)
@@ -67,7 +108,7 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     name = "schema.json" if kind.recipe == "sft" else f"schema.{kind.recipe}.json"
     head = [command, f":schema {bundled_folder('toml') / name}", kind.purpose]
     if device is None:
-        head.append('On a CPU add fsdp.param_dtype = "float32": few are fast in bfloat16.')
+        head.append(advise_on_cpu(bfloat16_speedup()))
     open_keys = [f"{section}.{key}" for section, keys in sections.items() for key, one in keys.items() if one.is_open]
 
     def text() -> str:
@@ -132,7 +173,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="fsdp2kit new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="sft, lora, qlora, dpo, distill, grpo, pretrain, fsdp1_baseline"
+        "recipe",
+        metavar="RECIPE",
+        help="sft, lora, qlora, dpo, distill, grpo, pretrain, fsdp1_baseline; or recipe NAME",
     )
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory or hub id")
     parser.add_argument("--data", metavar="FILE", help="what `data.path` takes")

@@ -10,7 +10,7 @@ import json
 import sys
 
 from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, pip_install
 
 
 @in_one_line
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="overlap_report", description=__doc__.splitlines()[0])
     parser.add_argument("path", type=user_path, help="a run directory, its trace directory, or one rank's trace")
     parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
+        "--png", type=user_path, metavar="FILE", help=f"draw a timeline as well ({pip_install('matplotlib')})"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step that --png draws (the first complete one)")
     parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are named (10)")

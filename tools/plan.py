@@ -1,8 +1,8 @@
 """Plan a run before a device is rented: memory by phase, bytes sent, time, and what to change so that it fits.
 
 python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
-    [--fit | --sweep | --longest] [--mfu 0.4] [--verbose] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE]
-    [--json]
+    [--fit | --sweep | --longest] [--mfu 0.4] [--inter-node-bandwidth GB_S] [--verbose] [--kv-cache ROWS LENGTH]
+    [--png FILE] [--html FILE] [--json]
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.console import counted
+from fsdp2kit.errors import UserError, pip_install
 
 _MOST = 2**20  # ranks, GiB
 
@@ -27,27 +28,40 @@ _MOST = 2**20  # ranks, GiB
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 if it does not fit, or 2 after a user's mistake."""
     options = _parse(arguments)
+    try:
+        return _run(options)
+    finally:
+        # What stays frozen is not freed at the interpreter's end, and triton then prints each of its types as a leak.
+        gc.unfreeze()
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Plan, print and write what was asked for."""
     _check_numbers_and_files(options)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
-    local = min(options.local_world_size, options.world_size)
     with _without_collector():
         from rich.console import Console
 
         from fsdp2kit.planner import report
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
-        from fsdp2kit.run import load
+        from fsdp2kit.planner.search import Search
+        from fsdp2kit.run import load, world_to_plan
 
-        device = find_device(options.device, memory_gib=options.device_memory)
+        between_nodes = options.inter_node_bandwidth
+        device = find_device(options.device, memory_gib=options.device_memory, between_nodes=between_nodes)
         _, config = load(options.toml, options.overrides)
-        model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
+        given = {"ranks": options.world_size, "local_ranks": options.local_world_size}
+        ranks, local, note = world_to_plan(config, **given, verb="plans")
+        model, plan = plan_for(config, world_size=ranks, local_world_size=local)
     mfu = options.mfu
     machine = {"device": device, "local_world_size": local}
     found = estimate(config, model, plan, **machine, mfu=mfu, prices_reduction=True, prices_crossings=True)
     share = None if mfu is None or found.speed is None else found.speed.share
     answers, tables, parts, extra = [], [], [], {}
-    for title, candidates in _alternatives(options, config, device, share):
-        answers += report.answers(title, candidates, config=config, world_size=options.world_size)
+    search = Search(config, ranks, device, local, share)
+    for title, candidates in _alternatives(options, search):
+        answers += report.answers(title, candidates, world_size=ranks)
         tables += [report.candidates_table(candidates, title=title)] if candidates and title != "longest" else []
         extra[title] = [report.candidate_json(one) for one in candidates]
     own = [*report.summary(found)] if answers and not options.verbose else [*report.renderables(found)]
@@ -61,15 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--kv-cache", what, "leave it out")
         size = f"{report.gib(cache)} GiB a rank"
         parts.append(f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {size}")
-    title = f"{options.toml} on {options.world_size} ranks"
+    title = f"{options.toml} on {counted(ranks, 'rank')}"
     _write("--png", options.png, lambda: report.draw(found, title=title))
     _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *tables, *parts]).encode())
     if options.json:
-        print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
+        print(json.dumps({"world_size": ranks, **report.as_json(found), **extra}, ensure_ascii=False))
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
         for line in answers:
             console.print(line, soft_wrap=True)  # whole, to be copied
+        console.print(f"{title}{note}", soft_wrap=True, markup=False)
         for part in [*(tables if options.verbose else []), *own, *parts]:
             console.print(part)
     return 1 if found.fits is False else 0
@@ -77,7 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Import and build without garbage collection, which would take a tenth of the time and find nothing."""
+    """Import and build without garbage collection, which would take a tenth of the time and find nothing.
+
+    What is there afterwards is frozen: collections pass it over until `gc.unfreeze`.
+    """
     gc.disable()
     try:
         yield
@@ -102,10 +120,16 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         what = "is no option any more: the tests compare the plan with a trace of the real modules"
         raise UserError("--trace", what, "leave it out, or run pytest tests/planner")
     for flag in ("--world-size", "--local-world-size", "--tp"):
-        if not 1 <= (ranks := getattr(options, flag[2:].replace("-", "_"))) <= _MOST:
+        ranks = getattr(options, flag[2:].replace("-", "_"))
+        if ranks is not None and not 1 <= ranks <= _MOST:
             raise UserError(flag, f"{ranks} is no number of ranks", f"give 1 to {_MOST:,}")
     if options.device_memory is not None and not 0 < options.device_memory <= _MOST:
         raise UserError("--device-memory", f"{options.device_memory} is no number of GiB", f"give up to {_MOST:,}")
+    between = options.inter_node_bandwidth
+    if between is not None and not 0 < between <= _MOST:
+        raise UserError("--inter-node-bandwidth", f"{between} is no number of GB/s", "give e.g. 50: 400 Gbit/s")
+    if between is not None and options.device is options.device_memory is None:
+        raise UserError("--inter-node-bandwidth", "is a device's", "give --device as well, or leave it out")
     if options.mfu is not None and not 0 < options.mfu < 1:
         raise UserError("--mfu", f"{options.mfu} is no share of a device's peak", "give one between 0 and 1, as 0.4")
     if options.kv_cache and not 1 <= min(options.kv_cache) <= max(options.kv_cache) <= 2**40:
@@ -121,13 +145,8 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         check_replaces_its_like(flag, path)
 
 
-def _alternatives(
-    options: argparse.Namespace, config: Any, device: Any, share: Any
-) -> Iterator[tuple[str, list[Any]]]:
+def _alternatives(options: argparse.Namespace, search: Any) -> Iterator[tuple[str, list[Any]]]:
     """What --fit, --sweep and --longest ask for, each under its name."""
-    from fsdp2kit.planner.search import Search
-
-    search = Search(config, options.world_size, device, options.local_world_size, share)
     if options.fit:
         yield "fit", search.fit()
     if options.sweep:
@@ -141,11 +160,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fsdp2kit plan", description=__doc__.splitlines()[0])
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for a run")
-    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (8)")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "8")  # argparse parses a default that is text
-    parser.add_argument("--local-world-size", type=int, default=local, metavar="N", help="ranks of a node (8)")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks (WORLD_SIZE, else the fewest that [mesh] allows)"
+    )
+    parser.add_argument("--local-world-size", type=int, metavar="N", help="ranks of a node (LOCAL_WORLD_SIZE, else 8)")
     parser.add_argument("--device", metavar="NAME", help="h100, a100, h200, b200, l40s, …")
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="instead of the device's own")
+    parser.add_argument(
+        "--inter-node-bandwidth",
+        type=float,
+        metavar="GB_S",
+        help="GB/s that a device sends to other nodes (by the device: 50 for an H100 with 400 Gbit/s)",
+    )
     parser.add_argument("--fit", action="store_true", help="the cheapest changes that fit")
     parser.add_argument("--sweep", action="store_true", help="the fastest of cp × checkpointing × micro-batch")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
@@ -156,7 +182,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)  # retired
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
-    parser.add_argument("--png", type=user_path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
+    parser.add_argument("--png", type=user_path, metavar="FILE", help=f"a picture ({pip_install('matplotlib')})")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="a page with picture and tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser.parse_intermixed_args(arguments)

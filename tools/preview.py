@@ -40,6 +40,8 @@ _LEGEND = {
     (True, False): ("special token, read", "bold gold3"),
 }
 _MOST_PIECES = 60
+# What stands around learnt text where there is no colour: the first pair that no text has, and the console can show.
+_MARKS = (("«", "»"), ("⟦", "⟧"), ("[[", "]]"), ("{{{", "}}}"), ("[learnt:", ":learnt]"))
 
 
 @in_one_line
@@ -73,13 +75,17 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     Args:
         most_tokens: of a longer run of tokens, its beginning and its end are shown.
     """
-    legend = [Text(name, style=style) for name, style in _LEGEND.values()]
+    marks = _marks(preview, console)
+    legend = _legend(marks)
     console.print(Rule(Text(preview.title, style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
     for number, documents, padding in zip(preview.pack_numbers, preview.packs, preview.padding, strict=True):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
             total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.supervised)
-            body += [_border(f"document {at}: {total:,} tokens, {learnt:,} learnt"), _document(pieces, most_tokens)]
+            body += [
+                _border(f"document {at}: {total:,} tokens, {learnt:,} learnt"),
+                _document(pieces, most_tokens, marks),
+            ]
         if padding:
             body.append(_border(f"padding: {padding:,} tokens"))
         title = f"pack {number}: {counted(len(documents), 'document')} in {preview.seq_len:,} tokens"
@@ -99,20 +105,57 @@ def _border(label: str) -> Rule:
     return Rule(Text(label), style="cyan", align="left", characters="╌")
 
 
-def _document(pieces: list[Piece], most_tokens: int) -> Text:
-    """Pieces of at most ``most_tokens``, and of very many the first and the last."""
+def _marks(preview: Preview, console: Console) -> tuple[str, str] | None:
+    """What stands around learnt text; None where its colour says so."""
+    if console.color_system is not None and not console.no_color:
+        return None
+    texts = [piece.text for documents in preview.packs for pieces in documents for piece in pieces]
+    for marks in _MARKS:
+        try:
+            "".join(marks).encode(console.encoding)
+        except UnicodeEncodeError:
+            continue
+        if not any(mark in text for text in texts for mark in marks):
+            return marks
+    return _MARKS[-1]
+
+
+def _legend(marks: tuple[str, str] | None) -> list[Text]:
+    if marks is None:
+        return [Text(name, style=style) for name, style in _LEGEND.values()]
+    return [Text(f"{marks[0]}learnt{marks[1]}"), Text("unmarked: read, not learnt")]
+
+
+def _document(pieces: list[Piece], most_tokens: int, marks: tuple[str, str] | None) -> Text:
+    """Pieces of at most ``most_tokens``, and of very many the first and the last; neighbours share their marks."""
     text, half = Text(overflow="fold"), _MOST_PIECES // 2
+    is_open = False
+
+    def mark(is_learnt: bool) -> None:
+        nonlocal is_open
+        if marks is None or is_learnt == is_open:
+            return
+        if is_open and text.plain.endswith("\n"):  # a mark stands before the end of a line
+            text.right_crop(1)
+            text.append(f"{marks[1]}\n")
+        else:
+            text.append(marks[int(is_open)])
+        is_open = is_learnt
+
     for number, piece in enumerate(pieces):
         if half <= number < len(pieces) - half:
             if number == half:
+                mark(False)
                 text.append("\n[…]\n", style="bold cyan")
             continue
+        mark(piece.supervised)
         shown = piece.text
         if piece.tokens > most_tokens:
             size = max(1, len(shown) * most_tokens // piece.tokens // 2)
             left_out = f" […{piece.tokens - most_tokens:,} tokens…] "
             shown = shown[:size].rstrip() + left_out + shown[-size:].lstrip()
         text.append(shown.replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.supervised][1])
+    mark(False)
     text.rstrip()
     return text
 

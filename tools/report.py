@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, pip_install
 from fsdp2kit.report.page import build_page, write_page
 from fsdp2kit.report.picture import write_picture
 from fsdp2kit.report.read import read_run
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--force", action="store_true", help="replace FILE, whatever it is")
     parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help='the four main curves as well (pip install "fsdp2kit[plot]")'
+        "--png", type=user_path, metavar="FILE", help=f"the four main curves as well ({pip_install('matplotlib')})"
     )
     parser.add_argument("--follow", action="store_true", help="serve the page on 127.0.0.1 and show new steps")
     parser.add_argument("--port", type=int, metavar="N", help=f"of --follow ({PORT}); 0: any that is free")

@@ -25,7 +25,7 @@ from fsdp2kit import status
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
-from fsdp2kit.checkpoint.identity import check_same_run, describe_resumed
+from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, describe_resumed
 from fsdp2kit.checkpoint.manifest import (
     Manifest,
     check_shared,
@@ -217,6 +217,7 @@ class Checkpoints:
                     current=self.identity,
                     contents_saved=manifest.environment.get("contents"),
                     contents=self.environment.get("contents"),
+                    changed=changed_settings(path, self.config),
                 )
                 progress = read_progress(path, manifest)
             parts = self.stage().items()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.distributed import gather_objects, host_of
 from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.events import changes as settings_changes
 from fsdp2kit.events import flat
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
@@ -50,6 +52,15 @@ def run_identity(
         "model": config_digest(source.config),
         "model.weights": weights,
         **of_adapter,
+        **settings_identity(config),
+        **{key: weights_digest(directory) for key, directory in (models or {}).items()},
+        "data": data,
+    }
+
+
+def settings_identity(config: TrainingConfig) -> dict[str, str]:
+    """The part of `run_identity` that the TOML alone tells."""
+    return {
         "optimizer.name": config.optimizer.name,
         "run.seed": str(config.run.seed),
         # Before the data's digest, which depends on where documents were cut.
@@ -60,8 +71,6 @@ def run_identity(
         **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
         **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
         **config.identity(),
-        **{key: weights_digest(directory) for key, directory in (models or {}).items()},
-        "data": data,
     }
 
 
@@ -88,12 +97,16 @@ def check_same_run(
     current: dict[str, str],
     contents_saved: Mapping[str, Any] | None = None,
     contents: Mapping[str, Any] | None = None,
+    changed: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Refuse a checkpoint of another run, naming the first field that differs, and both values.
+
+    Some fields are digests of what several keys say: these keys are named, too, with both values.
 
     Args:
         saved, current: what `run_identity` returned when the checkpoint was saved, and now.
         contents_saved, contents: what was read then and now (`fsdp2kit.data.contents`), to say which rows differ.
+        changed: what `changed_settings` found.
     """
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
@@ -105,9 +118,45 @@ def check_same_run(
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
             if field == "data" and contents_saved and contents:
                 trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}
-                how = "its files are the same; data.sources, data.overlong, data.columns or the tokenizer changed"
+                how = "its files are the same, and what is read of them or the tokenizer changed"
                 what = f"was made with other data: {'; '.join(changes(contents_saved, trained_on)) or how}"
+            keys = [key for key in changed or {} if key != field and key.startswith(_SECTIONS.get(field, "\0"))]
+            if changed and keys:
+                what += f" (changed: {', '.join(_changed(key, changed[key]) for key in keys)})"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
+
+
+# The keys that decide about a field of the identity which is a digest.
+_SECTIONS = {
+    "model": ("model.",),
+    "model.weights": ("model.",),
+    "model.adapter": ("model.",),
+    "lora.target_modules": ("lora.", "model."),
+    "data": ("data.", "model.path", "model.tokenizer", "model.chat_template", "eval."),
+    "distill.teacher": ("distill.",),
+}
+
+
+def changed_settings(checkpoint: Path, config: TrainingConfig) -> dict[str, list[Any]]:
+    """The keys whose values differ between the config that a checkpoint was saved with and this one: [then, now].
+
+    None stands for a key that is not set. {} if the checkpoint has no config. Logins in URLs are hidden, as in the
+    config that was saved.
+    """
+    saved = checkpoint / "config.toml"
+    try:
+        settings = tomli.loads(saved.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    before = flat(without_idle(settings, type(config)))
+    now = flat(tomli.loads(re.sub(r"(?<=://)[^/\s@'\"]+@", "***@", dump_toml(config))))
+    differing = settings_changes(before, now)
+    return {key: pair for key, pair in differing.items() if key not in ("run.dir", "run.resume")}
+
+
+def _changed(key: str, pair: Sequence[Any]) -> str:
+    before, now = ("unset" if value is None else value for value in pair)
+    return f"{key} {before} → {now}"
 
 
 def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -82,12 +84,27 @@ def _advise_on_line(line: str) -> str:
     key, equals, value = (part.strip() for part in line.partition("="))
     if not equals:
         yaml = re.match(r"([\w.-]+)\s*:\s*(.*)", key)
-        return f"write {yaml[1]} = {yaml[2] or '…'}: this looks like YAML" if yaml else "mend that line"
+        return f"{_from_yaml(yaml[1], yaml[2])}: this looks like YAML" if yaml else "mend that line"
     if (word := re.match(r"[A-Za-z]+", value)) and (truth := _TRUTHS.get(word[0].lower())):
         return f"write {key} = {truth}"
     if word and word[0].lower() in ("none", "null", "nil"):
         return f"leave {key} out: TOML has no null, and what is not given has its default"
     return "put quotes around text" if re.match(r"[A-Za-z/~.]", value) else "mend that line"
+
+
+def _from_yaml(key: str, value: str) -> str:
+    """A line of YAML as TOML."""
+    if not value:
+        return f"write {key} = …"
+    if truth := _TRUTHS.get(value.lower()) if value.isalpha() else None:
+        return f"write {key} = {truth}"
+    if value.lower() in ("none", "null", "~"):
+        return f"leave {key} out"
+    try:
+        tomli.loads(f"value = {value}")
+    except tomli.TOMLDecodeError:
+        value = json.dumps(value, ensure_ascii=False)
+    return f"write {key} = {value}"
 
 
 def load_config(
@@ -113,15 +130,26 @@ def load_config(
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
     source, known, merged = Path(source), known_keys(schema), without_idle(values, schema)
+    context = {"base": source.resolve().parent}
     for override in overrides:
         _apply_override(merged, override, known)
     _drop_alternatives(merged, source, overrides, say)
     _drop_other_variants(merged, known, source, overrides, say)
     _drop_retired(merged)
     try:
-        return schema.model_validate(merged, context={"base": source.resolve().parent})
+        return schema.model_validate(merged, context=context)
     except ValidationError as error:
-        raise _explain(error, known, source, overrides) from None
+
+        def is_accepted(location: Sequence[str], value: Any) -> bool:
+            """Whether a config with this value has no mistake there, nor in it."""
+            try:
+                schema.model_validate(_with(merged, location, value), context=context)
+            except ValidationError as other:
+                places = [_locate(_plain(problem), known)[0] for problem in other.errors()]
+                return all(place[: len(location)] != [*location] for place in places)
+            return True
+
+        raise _explain(error, known, source, overrides, is_accepted) from None
 
 
 def without_idle(values: Mapping[str, Any], schema: type[Section]) -> dict[str, Any]:
@@ -276,7 +304,24 @@ def _where(location: Sequence[str], source: Path, overrides: Sequence[str]) -> s
     return f"override {key}" if overridden else f"{source}: {key}"
 
 
-def _explain(error: ValidationError, known: _Known, source: Path, overrides: Sequence[str]) -> UserError:
+def _with(values: Mapping[str, Any], location: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of a TOML's values with another value at a place that it has."""
+    changed = copy.deepcopy(dict(values))
+    target: Any = changed
+    for part in location[:-1]:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    target[int(location[-1]) if isinstance(target, list) else location[-1]] = value
+    return changed
+
+
+def _explain(
+    error: ValidationError,
+    known: _Known,
+    source: Path,
+    overrides: Sequence[str],
+    is_accepted: Callable[[Sequence[str], Any], bool],
+) -> UserError:
+    """The first mistake, and what to do about it: a value is advised only if it is accepted there."""
     problems = [(problem, *_locate(problem, known)) for problem in map(_plain, error.errors())]
     # Report a misspelt key first: it may be why another key is missing.
     problems.sort(key=lambda one: one[0]["type"] != "extra_forbidden")
@@ -296,18 +341,28 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
         return UserError(where, f"unknown {name} {location[-1]!r}{more}", _nearest(location, key, given, known))
     if kind == "missing" and not location[-1].isdecimal():
         return UserError(where, f"is required{more}", "add it to the TOML")
-    if kind in ("model_type", "model_attributes_type"):
-        todo = f"write [{'.'.join(location)}], and its keys under it"
+    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        todo = _as_section(given, location, key, known, is_override=where.startswith("override"))
         return UserError(where, f"{given!r} is not a section{more}", todo)
+    if kind == "missing":  # an item of a list that must have more: the list is what is wrong
+        location = location[:-1]
+        where = _where(location, source, overrides)
     # A union has an error for each of its members.
-    same = [problem for problem, other, _ in problems if other == location]
+    same = [problem for problem, other, _ in problems if other == problems[0][1]]
     reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in (one["msg"] for one in same)))
     while key[-1] == _ANY:
         key = key[:-1]
-    docs = dict.fromkeys(field.description for field in known[".".join(key)] if field.description)
+    fields = known[".".join(key)]
+    docs = dict.fromkeys(field.description for field in fields if field.description)
     doc = f"{key[-1]}: {' '.join(docs)}" if docs else ""
     what = f"{given!r} is not accepted: {reasons}{more}"
-    spelt = _spelt(given, same)
+    accepted = (value for value in _spellings(given, same, fields) if is_accepted(location, value))
+    spelt = None
+    if (value := next(accepted, None)) is not None:
+        text = _as_toml(value)
+        if isinstance(value, list) and where.startswith("override"):  # which a shell would split
+            text = shlex.quote(f"{'.'.join(location)}={text}")
+        spelt = f"write {text}"
     return UserError(where, what, "; ".join(filter(None, (spelt, doc))) or "see toml/schema.json for what is accepted")
 
 
@@ -369,32 +424,74 @@ def _known_key(path: Sequence[str], known: _Known) -> str | None:
     return ".".join(key)
 
 
-def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to write instead of a value that is accepted in another spelling; None if it is in none.
+def _as_section(given: Any, location: Sequence[str], key: Sequence[str], known: _Known, *, is_override: bool) -> str:
+    """What to do about a value in a section's place."""
+    section = ".".join(location)
+    tag_key, variants = _variants(key, known)
+    if isinstance(given, str) and given in variants:
+        return f"write {section}.{tag_key}={given}" if is_override else f'write {section}.{tag_key} = "{given}"'
+    if is_override:
+        return f"set a key of it: {section}.KEY=…; `fsdp2kit keys {section}` lists them"
+    return f"write [{section}], and its keys under it"
+
+
+def _spellings(given: Any, problems: Sequence[Mapping[str, Any]], fields: Sequence[FieldInfo]) -> Iterator[Any]:
+    """Values that may be meant by one that is not accepted: as a list, a choice, a truth or a number.
 
     Args:
         problems: pydantic's, one for each member of the field's union.
+        fields: of the key.
     """
-    if not isinstance(given, (str, int, float)) or isinstance(given, bool):
-        return None
     kinds = {problem["type"] for problem in problems}
-    if kinds & {"list_type", "tuple_type"}:
-        is_numbers = re.fullmatch(r"[\d.,\seE+-]*", str(given))
-        items = [item.strip() if is_numbers else f'"{item.strip()}"' for item in str(given).split(",")]
-        return f"write [{', '.join(items)}]"
+    is_short = isinstance(given, list) and "missing" in kinds
+    if not is_short and (not isinstance(given, (str, int, float)) or isinstance(given, bool)):
+        return
+    if is_short or kinds & {"list_type", "tuple_type"}:
+        items: list[Any] = given if isinstance(given, list) else _items(given)
+        yield items
+        for field in fields:  # one of two numbers: the others as they are by default
+            if isinstance(field.default, (list, tuple)):
+                yield [*items, *field.default[len(items) :]]
+        return
     expected = " ".join(problem.get("ctx", {}).get("expected", "") for problem in problems)
     if option := advise_on_value(given, re.findall(r"'([^']*)'", expected)):
-        return f'write "{option}"'
+        yield option
     if "bool_type" in kinds and (truth := _TRUTHS.get(str(given).lower())):
-        return f"write {truth}"
+        yield truth == "true"
     comma = "" if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", str(given)) else "."
-    try:
-        number = float(str(given).replace(",", comma))
-    except ValueError:
-        return None
-    if "int_type" in kinds and number.is_integer():
-        return f"write {int(number)}"
-    return f"write {number:g}" if "float_type" in kinds else None
+    number = _as_number(str(given).replace(",", comma))
+    if number is not None and "int_type" in kinds and float(number).is_integer():
+        yield int(number)
+    if number is not None and "float_type" in kinds:
+        yield float(number)
+
+
+def _items(given: Any) -> list[Any]:
+    """The items of a text that looks like a list: numbers, or else texts."""
+    text = str(given).strip().strip("()[]")
+    words = [re.sub(r"""^(["'])(.*)\1$""", r"\2", word) for word in re.split(r"\s*,\s*", text.strip(" ,"))]
+    numbers = [_as_number(word) for word in re.split(r"[\s,]+", text.strip(" ,"))]
+    return words if None in numbers else numbers
+
+
+def _as_number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _as_toml(value: Any) -> str:
+    """A value as a TOML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Known) -> str:

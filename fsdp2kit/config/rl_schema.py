@@ -183,7 +183,7 @@ class RolloutConfig(Section):
                 what = '"rows" without rollout.environment, which would make prompts of them'
                 raise UserError("data.format", what, "leave it out, or name an environment")
             if not config.reward:
-                raise UserError("reward", "there is none", "write [[reward]] with a function (docs/grpo.md)")
+                raise UserError("reward", "there is none", "write [[reward]] with a function (`fsdp2kit docs grpo`)")
             for key in ("max_turns", "environment_seconds"):
                 if key in self.model_fields_set:
                     raise UserError(f"rollout.{key}", "without rollout.environment", "leave it out")

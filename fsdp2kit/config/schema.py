@@ -252,20 +252,21 @@ class PreflightConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases."""
+    """Weights & Biases. A key that is set here comes before wandb's environment variable for the same."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """"auto": online if there is a login, else offline (and the run says so)."""
+    """"auto": WANDB_MODE; without it online if there is a login, else offline. The run says whether and where to it
+    is uploaded."""
     entity: str | None = None
-    """User or team. Default: that of the login."""
-    project: str = "fsdp2kit"
-    """Project name."""
+    """User or team. Default: WANDB_ENTITY, else that of the login."""
+    project: str | None = None
+    """Project name. Default: WANDB_PROJECT, else "fsdp2kit"."""
     name: str | None = None
-    """Run name. Default: the run directory's."""
+    """Run name. Default: WANDB_NAME, else the run directory's."""
     group: str | None = None
-    """Group of runs."""
+    """Group of runs. Default: WANDB_RUN_GROUP."""
     tags: list[str] = []
-    """Tags of the run."""
+    """Tags of the run. Default: those of WANDB_TAGS."""
 
 
 class TensorBoardConfig(Section):
@@ -284,8 +285,8 @@ class MlflowConfig(Section):
 
     enabled: bool = False
     """Log to it. Needs the extra `mlflow`."""
-    experiment: Annotated[str, Field(min_length=1)] = "fsdp2kit"
-    """Name of the experiment."""
+    experiment: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the experiment. Default: MLFLOW_EXPERIMENT_NAME, else "fsdp2kit"."""
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"

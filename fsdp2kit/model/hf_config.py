@@ -126,7 +126,7 @@ def _check_decoder(config: PretrainedConfig, *, where: str, is_part: bool) -> No
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (is_made_here(config) and not is_part):
         kind = "no language model that predicts the next token"
     if kind is not None:
-        todo = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+        todo = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
         raise UserError(where, f"{architecture or config.model_type} is {kind}", todo)
 
 

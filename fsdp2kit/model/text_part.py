@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Whole, tied_names
 
-_TODO = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+_TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _PARTS = ("vision_config", "audio_config", "speech_config")
 

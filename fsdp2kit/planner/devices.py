@@ -57,8 +57,18 @@ DEVICES = {
 }
 
 
-def find_device(name: str | None, *, memory_gib: float | None = None) -> Device | None:
-    """The device of that name, with ``memory_gib`` if that is given; None if neither is given."""
+def find_device(
+    name: str | None, *, memory_gib: float | None = None, between_nodes: float | None = None
+) -> Device | None:
+    """The device of that name; None if neither a name nor a memory is given.
+
+    Args:
+        memory_gib: its memory, instead of that in the table.
+        between_nodes: GB/s that it sends to other nodes, instead of those in the table.
+
+    Raises:
+        UserError: the table has no device of that name.
+    """
     if name is None and memory_gib is None:
         return None
     key = ("h100" if name is None else name).lower().replace("_", "-").removesuffix("-80gb")
@@ -66,6 +76,8 @@ def find_device(name: str | None, *, memory_gib: float | None = None) -> Device 
         todo = did_you_mean(key, DEVICES, otherwise=f"name one of {', '.join(DEVICES)}, or give --device-memory")
         raise UserError("--device", f"{name!r} is not a device that the planner knows", todo)
     device = DEVICES[key]
+    if between_nodes is not None:
+        device = replace(device, network_bandwidth=between_nodes * 1e9)
     if memory_gib is None:
         return device
     known = {"name": f"{memory_gib:g} GiB", "peak_flops": None} if name is None else {}

@@ -13,7 +13,6 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from fsdp2kit.command_line import new_figure
-from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.planner.devices import ALLOWANCE, GIB
 from fsdp2kit.planner.estimate import Estimate
 from fsdp2kit.planner.memory import CATEGORIES
@@ -117,11 +116,10 @@ def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
     return table
 
 
-def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig, world_size: int) -> list[str]:
+def answers(name: str, candidates: Sequence[Candidate], *, world_size: int) -> list[str]:
     """The answer to --fit, --sweep or --longest in a line, then at most three next-best ones, a line each.
 
     Args:
-        config: the config that was asked about.
         world_size: the ranks that were asked about.
     """
     fitting = [one for one in candidates if one.estimate.fits is not False]
@@ -132,27 +130,28 @@ def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfi
         fitting.sort(key=_pace if is_timed else lambda one: one.estimate.peak.total)
     best, *others = fitting
     if name == "longest":
-        length = best.values.get("data.seq_len", config.data.seq_len)
+        length = best.estimate.config.data.seq_len
         return [f"longest: {length:,} tokens a row fit; {best.estimate.line()}"]
     if name == "fit" and not best.values and best.world_size == world_size:
         first = f"fit: it fits as it is; {best.estimate.line()}"
     else:
-        first = f"fit: {as_overrides(best)}{_ranks(best, world_size)}"
+        first = f"fit: {as_overrides(best)}{_needs(best, world_size)}"
     if name == "sweep" and best.estimate.speed is not None:
         first = f"sweep: fastest of what fits, {tokens_per_second(best.estimate)} tokens/s: {as_overrides(best)}"
     elif name == "sweep":
         first = f"sweep: least memory, {gib(best.estimate.needed)} GiB: {as_overrides(best)}"
     lines = [first]
-    for one in others[:3]:
-        speed = "" if one.estimate.speed is None else f", {tokens_per_second(one.estimate)} tokens/s"
-        lines.append(
-            f"  or {as_overrides(one)}{_ranks(one, world_size)}: {gib(one.estimate.needed)} GiB needed{speed}"
-        )
+    lines += [f"  or {as_overrides(one)}{_needs(one, world_size)}" for one in others[:3]]
     return lines
 
 
-def _ranks(one: Candidate, world_size: int) -> str:
-    return "" if one.world_size == world_size else f" on {one.world_size} ranks"
+def _needs(one: Candidate, world_size: int) -> str:
+    """A candidate's ranks, if they are others, memory and speed."""
+    plan = one.estimate
+    ranks = "" if one.world_size == world_size else f" on {one.world_size} ranks"
+    room = "" if plan.device is None else f" of {gib(plan.device.memory)}"
+    speed = "" if plan.speed is None else f", {tokens_per_second(plan)} tokens/s"
+    return f"{ranks}: {gib(plan.needed)} GiB needed{room}{speed}"
 
 
 def _pace(one: Candidate) -> tuple[float, int]:

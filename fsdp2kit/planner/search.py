@@ -149,7 +149,9 @@ class Search:
         as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))
         if as_it_is.estimate.fits:
             return [as_it_is, *self._faster_mixtures(as_it_is.estimate)]
-        single = [candidate for option in options(self.config) if (candidate := self.attempt(option.values))]
+        single = [
+            candidate for option in options(self.config) if (candidate := self.attempt(self._new(option.values)))
+        ]
         if fitting := [candidate for candidate in single if candidate.estimate.fits]:
             return fitting[:most]
         taken = self._add_up(as_it_is.estimate.needed)
@@ -234,7 +236,7 @@ class Search:
 
     def _on_more_ranks(self, changes: Sequence[Option], factor: int) -> Candidate | None:
         """``changes`` on ``factor`` times the ranks, if need be with as many times the global batch."""
-        values, ranks = _merged(changes), self.world_size * factor
+        values, ranks = self._new(_merged(changes)), self.world_size * factor
         if factor == 1:
             return self.attempt(values)
         values["mesh.dp_shard"] = "auto"
@@ -268,6 +270,16 @@ class Search:
             return Candidate(values, ranks, self._evaluate(changed(self.config, values), ranks))
         except UserError:
             return None
+
+    def _new(self, values: Values) -> Values:
+        """The values that the config does not have, set or by default: what a user would type."""
+        found: Values = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            own = getattr(getattr(self.config, section), name, None)
+            if type(own) is not type(value) or own != value:
+                found[key] = value
+        return found
 
     def _evaluate(self, config: TrainingConfig, ranks: int) -> Estimate:
         local = min(self.local_world_size, ranks)

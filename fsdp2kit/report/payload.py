@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp2kit.report.charts import sections_for
 from fsdp2kit.report.curves import MOST_POINTS, PAGE_POINTS, Columns, differences, short, thinned
+from fsdp2kit.report.ends import ends_of
 from fsdp2kit.report.read import RunRecord
 from fsdp2kit.report.tables import change_table, config_tables, environment_tables, key_table
 
@@ -168,9 +169,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
 
 
 def _starts_table(run: RunRecord, name: str, *, several: bool) -> dict[str, Any]:
-    kinds = ("end", "failure", "refusal", "stop")
-    ends = {event.get("start"): event for event in run.events if event["event"] in kinds}
-    return change_table(run.starts, ends, title="Starts" + f" of {name}" * several)
+    return change_table(run.starts, ends_of(run), title="Starts" + f" of {name}" * several)
 
 
 def _saves_table(run: RunRecord, name: str, *, several: bool) -> dict[str, Any]:

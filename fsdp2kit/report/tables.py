@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fsdp2kit.events import flat
+from fsdp2kit.report.ends import End
 from fsdp2kit.report.read import Start
 
 Table = dict[str, Any]
@@ -43,31 +44,24 @@ def environment_tables(names: Sequence[str], environments: Sequence[Mapping[str,
     return [key_table("Dtypes", names, ledgers), key_table("Environment", names, rest, is_open=False)]
 
 
-def change_table(starts: Sequence[Start], ends: Mapping[Any, Mapping[str, Any]], *, title: str) -> Table:
-    """The starts of a run, what changed before each, and how each ended.
+def change_table(starts: Sequence[Start], ends: Mapping[int, End], *, title: str) -> Table:
+    """The starts of a run, what changed before each, and how and when each ended.
 
     Args:
-        ends: the last event of each start that says how it ended.
+        ends: by the start's number.
     """
     rows = []
     for start in starts:
-        time = "" if start.time is None else f"{datetime.fromtimestamp(start.time, timezone.utc):%Y-%m-%d %H:%M}"
+        end = ends[start.number]
         changed = [f"{key}: {_text(old)} → {_text(new)}" for key, (old, new) in start.changed.items()]
-        rows.append(
-            [start.number, time, start.step, start.world_size or "", "\n".join(changed), _end(ends.get(start.number))]
-        )
-    head = ["start", "time (UTC)", "from step", "ranks", "changed", "end"]
+        begins = [start.number, _minute(start.time), start.step, start.world_size or ""]
+        rows.append([*begins, "\n".join(changed), end.text, _minute(end.time)])
+    head = ["start", "time (UTC)", "from step", "ranks", "changed", "end", "ended (UTC)"]
     return {"title": title, "head": head, "rows": rows, "is_open": True}
 
 
-def _end(event: Mapping[str, Any] | None) -> str:
-    if event is None:
-        return ""
-    if event["event"] in ("failure", "refusal"):
-        return str(event.get("text", "failed"))
-    said = event.get("outcome") or f"asked to stop ({event.get('reason', '')})"
-    step = event.get("step")
-    return f"{said} at step {step}" if step is not None else str(said)
+def _minute(time: float | None) -> str:
+    return "" if time is None else f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M}"
 
 
 def _cell(values: Mapping[str, Any], key: str) -> str:

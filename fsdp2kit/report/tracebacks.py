@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from datetime import datetime
 from pathlib import Path
 
 # As `fsdp2kit.tracebacks` begins each entry.
@@ -14,10 +16,13 @@ _LOST = re.compile(r"gloo/transport|Dist(Backend|Network|Store)Error|^RunFailure
 _LARGEST = 1 << 20  # bytes of each file that are read, from its end
 
 
-def cause_of_failure(errors: Path) -> str:
+def cause_of_failure(errors: Path, *, since: float = 0.0, until: float = math.inf) -> str:
     """The line that the ranks agreed on, or the first error that is not the loss of another rank; "" without one.
 
     An error is named with its rank: ``rank 1: ValueError: …``.
+
+    Args:
+        since, until: unix seconds, between which it was written.
     """
     found = []
     for path in sorted(errors.glob("rank-*.txt")):
@@ -26,6 +31,8 @@ def cause_of_failure(errors: Path) -> str:
             text = file.read().decode("utf-8", errors="replace")
         headers = list(_HEADER.finditer(text))
         for header, after in zip(headers, [*headers[1:], None], strict=True):
+            if not int(since) <= _seconds(header["time"]) < until:  # times there are whole seconds, cut off
+                continue
             entry = text[header.end() : after.start() if after else None].strip()
             if entry.startswith(_AGREED):
                 return entry.removeprefix(_AGREED).partition("\n")[0]
@@ -34,6 +41,14 @@ def cause_of_failure(errors: Path) -> str:
                 found.append((bool(_LOST.search(line)), header["time"], int(header["rank"]), line))
     _, _, rank, line = min(found, default=(False, "", 0, ""))
     return f"rank {rank}: {line}" if line else ""
+
+
+def _seconds(time: str) -> float:
+    """Unix seconds of an ISO time; 0 for what is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def _last_error(entry: str) -> str:

@@ -17,6 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+REQUIREMENTS = {"math_verify": "math-verify>=0.9", "jsonschema": "jsonschema>=4.20"}
+"""What pip installs for a module."""
+
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A sign directly after a digit or a bracket is a minus between two numbers. Digits after / or ^ are part of a term.
 _NUMBER = (
@@ -190,8 +193,8 @@ def _extra(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        todo = "install the extra: pip install 'fsdp2kit[rewards]'"
-        raise ImportError(f"needs {package}, which cannot be imported ({error}): {todo}") from None
+        what = f"needs {package}, which cannot be imported ({error})"
+        raise ImportError(f"{what}: install it: pip install '{REQUIREMENTS[package]}'") from None
 
 
 def _in_time(function: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any]:

@@ -89,7 +89,9 @@ class Host:
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        # A plain method may hand on a coroutine: a decorator's, or an object's with ``async def __call__``.
+        return await found if inspect.isawaitable(found) else found
 
 
 def _as_json(value: Any, method: str) -> Any:

@@ -4,9 +4,10 @@ FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:n
 its path, so it imports only what the function imports. The first request is ``(columns, options)``: the keywords of a
 call (empty: not known), and further arguments of every call. Its answer says that the function exists and takes both;
 then each request, a dict of keyword arguments, gets an answer. Every answer is ``(ok, value)``; the value of an error
-is the key of ``[[reward]]`` at fault, what is wrong and what to do.
+is the key of ``[[reward]]`` at fault, what is wrong and what to do. Coroutines are awaited.
 """
 
+import asyncio
 import ctypes
 import difflib
 import importlib
@@ -152,6 +153,19 @@ def plain(rewards: Any) -> list[float | None]:
     return [None if value is None else float(value) for value in values]
 
 
+def call(function: Callable[..., Any], keywords: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Any:
+    """What a function returns, awaited if it is a coroutine; of a list of coroutines, all run at once."""
+
+    async def awaited(found: Any) -> Any:
+        if inspect.isawaitable(found):
+            found = await found
+        if isinstance(found, (list, tuple)) and any(inspect.isawaitable(one) for one in found):
+            return await asyncio.gather(*(awaited(one) for one in found))
+        return found
+
+    return loop.run_until_complete(awaited(function(**keywords)))
+
+
 def main() -> None:
     end_with_parent()
     connection = Connection(int(sys.argv[1]))
@@ -166,13 +180,16 @@ def main() -> None:
     except BaseException as error:  # a module may call sys.exit
         connection.send((False, ("function", describe(error), _MEND)))
         return
+    # One loop for every call: a client that the user's module keeps belongs to the loop of its first call.
+    loop = asyncio.new_event_loop()
     while True:
         try:
             request = connection.recv()
         except EOFError:  # the trainer has ended
+            loop.close()
             return
         try:
-            connection.send((True, plain(function(**{**request, **options}))))
+            connection.send((True, plain(call(function, {**request, **options}, loop))))
         except BaseException as error:  # a function may call sys.exit
             where = ""
             with suppress(Exception):  # it may have changed what it was given

@@ -77,7 +77,7 @@ class Server(VersionedWeights):
             todo = "give scheme, host and port, as http://127.0.0.1:8000"
             raise UserError("rollout.url", f"{url!r} is no address ({problem})", todo) from None
         except RunFailure as problem:
-            raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
+            raise UserError("rollout.url", str(problem), "start the server first (`fsdp2kit docs grpo`)") from None
 
     def _connect(self, timeout: float, *, retries: int) -> httpx.Client:
         # Connections are not reused: the server drops one after an error.

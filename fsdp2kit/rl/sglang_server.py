@@ -28,7 +28,7 @@ class SGLangServer(Server):
     """See `Server`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
 
     kind = "SGLang"
-    missing = "it is too old, or no server of SGLang (docs/grpo.md)"
+    missing = "it is too old, or no server of SGLang (`fsdp2kit docs grpo`)"
     _group = ""
     """The update group that it may still have."""
 

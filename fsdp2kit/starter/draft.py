@@ -116,7 +116,7 @@ def _given(value: str | None, words: str) -> Key:
 
 
 def _data(facts: Facts) -> dict[str, Key]:
-    keys = {"path": _given(facts.data, "a file, folder, URL or hub id; docs/data.md has the formats")}
+    keys = {"path": _given(facts.data, "a file, folder, URL or hub id; `fsdp2kit docs data` has the formats")}
     rows, recipe = facts.rows, KINDS[facts.kind].recipe
     if rows is not None:
         keys["format"] = Key(rows.guess.format, "as the first rows are")
@@ -157,7 +157,7 @@ def _rollouts(facts: Facts, *, room: int) -> Sections:
             "n": Key(8, "responses to each prompt"),
             "max_new_tokens": Key(min(_RESPONSE, room // 2), "tokens of a response"),
         },
-        "[reward]": {"function": Key(f"{REWARDS}:{function}", f"{comment}; write your own: docs/grpo.md")},
+        "[reward]": {"function": Key(f"{REWARDS}:{function}", f"{comment}; write your own: `fsdp2kit docs grpo`")},
     }
 
 

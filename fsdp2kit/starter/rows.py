@@ -94,7 +94,7 @@ def guess_format(rows: Sequence[Mapping[str, Any]], kind: str, *, where: str) ->
     recipe = {"preference": "dpo", "chat": "sft", "text": "pretrain"}
     fitting = [recipe[name] for name, guess in others.items() if name != kind and guess(rows, names, chat)]
     todo = f"use recipe {fitting[0]}, or " if fitting else ""
-    raise UserError(where, what, f"{todo}rename them as docs/data.md, Formats, says")
+    raise UserError(where, what, f"{todo}rename them as `fsdp2kit docs data`, Formats, says")
 
 
 def _is_conversation(values: Sequence[Any]) -> bool:

@@ -22,6 +22,8 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.trackers import Tracker, start_trackers
 
+FIGURES = 6
+"""In a line of the console, besides the step; ``metrics.jsonl`` has all."""
 _ENDLESS = 1e9
 """Seconds of a run that nobody waits for."""
 
@@ -207,28 +209,35 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
 def format_record(
     record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None, also: Collection[str] = ()
 ) -> list[str]:
-    """The parts of a console line, what is looked at most first: ``step  12/100``, ``loss 2.3456``, speed, eta, ….
+    """The parts of a console line: ``step  12/100``, and the first `FIGURES` of those that are looked at most.
 
     Args:
-        also: keys to show besides those that every line has, and with them ``eval_KEY``.
+        also: an objective's own keys; the first that the record has stands before the gradient's norm, with its
+            ``eval_KEY``, the others last.
     """
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     # A run without an end in sight has a number of steps that is never reached.
     eta = None if eta_seconds is None or eta_seconds > _ENDLESS else timedelta(seconds=round(eta_seconds))
     shown = {**record, "eta": eta}
+    own = [key for key in also if record.get(key) is not None]
+
+    def with_evaluation(keys: Sequence[str]) -> list[tuple[str, str]]:
+        return [(name, f"{name} {{:.4g}}") for key in keys for name in (key, f"eval_{key}")]
+
     for key, form in (
         ("loss", "loss {:.4f}"),
         ("tokens_per_second", "tokens/s {:>7,.0f}"),
         ("eta", "eta {}"),
         ("eval_loss", "eval_loss {:.4f}"),
-        *((key, f"{key} {{:.4g}}") for own in also for key in (own, f"eval_{own}")),
+        *with_evaluation(own[:1]),
         ("grad_norm", "grad_norm {:.3f}"),
         ("lr", "lr {:.2e}"),
-        ("epoch", "epoch {:.2f}"),
         ("mfu", "mfu {:.1%}"),
         ("memory_gib", "memory {:.1f} GiB"),
+        *with_evaluation(own[1:]),
+        ("epoch", "epoch {:.2f}"),
     ):
-        if shown.get(key) is not None:
+        if shown.get(key) is not None and len(parts) <= FIGURES:
             parts.append(form.format(shown[key]))
     return parts
 

@@ -55,8 +55,8 @@ def start_trackers(
     if config.tensorboard.enabled:
         starts["tensorboard"] = partial(TensorBoard, run_dir / "tensorboard", step=progress.step)
     if config.mlflow.enabled:
-        experiment, values = config.mlflow.experiment, blanked(values)
-        starts["mlflow"] = partial(Mlflow, experiment, run_dir=run_dir, step=progress.step, config=values)
+        experiment = config.mlflow.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fsdp2kit"
+        starts["mlflow"] = partial(Mlflow, experiment, run_dir=run_dir, step=progress.step, config=blanked(values))
     return [wandb, *(Guarded(name, start, message) for name, start in starts.items())], wandb.id
 
 

@@ -28,17 +28,18 @@ def start_wandb(
     """Start a run, or continue the run ``wandb_id``. If wandb fails, it says so and logs nothing.
 
     Args:
-        section: ``[wandb]``.
-        run_dir: wandb's files are kept in it, and it names the run unless ``section.name`` does.
+        section: ``[wandb]``. Keys that it does not set are taken from wandb's environment variables.
+        run_dir: wandb's files are kept in it unless WANDB_DIR is set, and it is the run's name unless one is given.
         config: shown with the curves; values of secret variables and user names in URLs are hidden.
         wandb_id: of the run to continue; None starts a new one.
         message: called with a line for the user.
     """
-    mode = _choose_mode(section, message)
+    mode, why = _choose_mode(section)
     run = None
     try:
         if mode != "disabled":
             run = _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
+            message(_where(run, mode, why))
     except Exception as error:  # an outage, a refused key, a deleted run, a broken installation
         message(f"wandb: {brief(error)}; it is off for this run, and metrics.jsonl has everything")
     return WandbRun(run, wandb_id=wandb_id, message=message)
@@ -86,33 +87,47 @@ class WandbRun:
             self._message(f"wandb: {brief(error)}; it is off from here on, and metrics.jsonl has everything")
 
 
-def _choose_mode(section: WandbConfig, message: Callable[[str], None]) -> Mode:
+def _choose_mode(section: WandbConfig) -> tuple[Mode, str]:
+    """The mode, and how the line at the start begins: why, where that needs a word."""
     if section.mode != "auto":
-        return section.mode
+        return section.mode, ""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):  # transformers' variable
+        return "disabled", ""
     asked = os.environ.get("WANDB_MODE", "").replace("dryrun", "offline")
     if asked == "offline" or asked == "disabled":
-        return asked
+        return asked, ""
     if has_login():
-        return "online"
-    message("wandb: no login, so this run is kept offline in its directory; `wandb sync` uploads it later")
-    return "offline"
+        return "online", ""
+    return "offline", "no login, so "
+
+
+def _where(run: Any, mode: Mode, why: str) -> str:
+    """The line at the start: whether the run leaves this machine, where to, and how to change that."""
+    if mode == "online":
+        what = f"config, metrics and samples are uploaded to {run.url or 'its server'}"
+        return without_secrets(
+            f"wandb: {what}; wandb.mode=disabled turns that off, wandb.mode=offline keeps them here"
+        )
+    folder = Path(run.dir).parent  # of ``files``
+    return f"wandb: {why}nothing is uploaded; `wandb sync {folder}` does so later"
 
 
 def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[str, Any], wandb_id: str | None) -> Any:
     os.environ.setdefault("WANDB_SILENT", "true")  # its login messages ignore the arguments of init
     import wandb
 
+    # wandb itself reads WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and others where an argument is None.
     settings: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": _INIT_SECONDS}
     if "finish_timeout_raises" in getattr(wandb.Settings, "model_fields", {}):  # not in older versions, which wait
         settings.update(finish_timeout=_FINISH_SECONDS, finish_timeout_raises=True)
     return wandb.init(
         entity=section.entity,
-        project=section.project,
-        name=section.name or run_dir.resolve().name,
+        project=section.project or os.environ.get("WANDB_PROJECT") or "fsdp2kit",
+        name=section.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
         group=section.group,
         tags=section.tags or None,
         config=blanked(config),
-        dir=str(run_dir),
+        dir=os.environ.get("WANDB_DIR") or str(run_dir),
         id=wandb_id,
         resume="allow",
         mode=mode,

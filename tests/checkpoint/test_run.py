@@ -210,6 +210,23 @@ def test_other_rows_losses_or_groups_are_another_run(key: str, value: Any, tmp_p
         check_same_run(tmp_path, saved=plain, current=changed)
 
 
+@pytest.mark.parametrize(
+    ("field", "changed", "says"),
+    [
+        ("model", {"model.config.rope_theta": [None, 5]}, " (changed: model.config.rope_theta unset → 5)"),
+        ("model", {"model.path": ["a", "b"], "train.steps": [1, 2]}, " (changed: model.path a → b)"),
+        ("data", {"data.overlong": ["truncate", "drop"]}, " (changed: data.overlong truncate → drop)"),
+        ("data", {"model.chat_template": [None, "chatml"]}, " (changed: model.chat_template unset → chatml)"),
+        ("run.seed", {"run.seed": [1, 2]}, ""),
+        ("model", {}, ""),
+    ],
+)
+def test_keys_behind_a_digest_are_named(field: str, changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refusal:
+        check_same_run(tmp_path, saved={field: "1"}, current={field: "2"}, changed=changed)
+    assert refusal.value.what == f"was made with {field} = '1', and this run has {field} = '2'{says}"
+
+
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
     """The model's, a teacher's, an adapter's that is trained further, and those of a checkpoint to start from."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -13,6 +15,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.foreign import NAMES, NOT_OFFERED, WITHOUT_KEY, advise_on_key, advise_on_path
 from fsdp2kit.config.load import known_keys, read_toml
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.section import Section
 from fsdp2kit.errors import UserError
 
 BASE = {"recipe": "x", "model": {"path": "org/model"}, "train": {"steps": 1}}
@@ -103,15 +106,55 @@ VALUES = {
     "optimizer.lr='0,001'": "write 0.001",
     "optimizer.lr='2,5e-5'": "write 2.5e-05",
     "optimizer.lr='1e-5'": "write 1e-05",
-    "eval.prompts=hi": 'write ["hi"]',
-    "optimizer.betas=0.9,0.95": "write [0.9, 0.95]",
+    "eval.prompts=hi": """write 'eval.prompts=["hi"]'""",
+    "wandb.tags='say \"hi\", twice'": r"""write 'wandb.tags=["say \"hi\"", "twice"]'""",
+    "optimizer.betas=0.9,0.95": "write 'optimizer.betas=[0.9, 0.95]'",
+    "optimizer.betas=0.9": "write 'optimizer.betas=[0.9, 0.95]'",  # the second is the default's
+    "optimizer.betas=[0.9]": "write 'optimizer.betas=[0.9, 0.95]'",
+    "optimizer.betas='(.8, .9)'": "write 'optimizer.betas=[0.8, 0.9]'",
+    "optimizer.betas='0.8 0.9'": "write 'optimizer.betas=[0.8, 0.9]'",
+    "preflight.allow=dropout": """write 'preflight.allow=["dropout"]'""",
 }
 
 
 @pytest.mark.parametrize("override", VALUES)
 def test_a_value_in_another_spelling_is_answered_with_ours(override: str) -> None:
-    key = override.partition("=")[0].rpartition(".")[2]
-    assert refusal(override).todo.startswith(f"{VALUES[override]}; {key}: ")
+    key = override.partition("=")[0]
+    assert refusal(override).todo.startswith(f"{VALUES[override]}; {key.rpartition('.')[2]}: ")
+    advised = VALUES[override].removeprefix("write ")
+    (followed,) = shlex.split(advised if advised.startswith("'") else f"{key}={advised}")
+    load_config(TrainingConfig, BASE, source="x.toml", overrides=[followed])
+
+
+def lists_of(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys whose values are lists, each with a value that is accepted as one of several."""
+    for name, field in schema.model_fields.items():
+        for kind in get_args(field.annotation) or (field.annotation,):
+            if isinstance(kind, type) and not get_args(kind) and issubclass(kind, Section):
+                yield from lists_of(kind, f"{prefix}{name}.")
+        if get_origin(field.annotation) in (list, tuple) and not prefix.endswith("sources."):
+            yield f"{prefix}{name}", field.annotation
+
+
+def test_a_value_in_place_of_a_list_is_advised_as_an_accepted_one() -> None:
+    """Every list of every key, given as one of its items."""
+    advised = 0
+    for key, kind in dict(lists_of(TrainingConfig)).items():
+        (item, *_) = get_args(kind)
+        text = next(iter(get_args(item)), "a") if get_origin(item) is Literal else "a"
+        error = refusal(f"{key}={0.5 if get_origin(kind) is tuple else text}")
+        if not error.todo.startswith("write"):
+            assert issubclass(item, Section), key
+            continue
+        (followed,) = shlex.split(error.todo.partition(";")[0].removeprefix("write "))
+        load_config(TrainingConfig, BASE, source="x.toml", overrides=[followed])
+        advised += 1
+    assert advised > 6
+
+
+def test_a_number_that_no_list_takes_is_not_advised() -> None:
+    assert refusal("optimizer.betas=5").todo.startswith("betas: ")
+    assert refusal("preflight.allow=everything").todo.startswith("allow: ")
 
 
 @pytest.mark.parametrize("override", ["fsdp.strategy=best", "data.pack=maybe", "train.steps=1.5", "train.steps=many"])
@@ -128,7 +171,10 @@ def test_what_is_no_spelling_of_anything_gets_the_keys_own_line(override: str) -
         ("path = None", "leave path out"),
         ("name = adamw", "put quotes around text"),
         ("path = /data/x.jsonl", "put quotes around text"),
-        ("seq_len: 128", "write seq_len = 128"),
+        ("seq_len: 128", "write seq_len = 128: this looks like YAML"),
+        ("path: mine.jsonl", 'write path = "mine.jsonl": this looks like YAML'),
+        ("pack: yes", "write pack = true: this looks like YAML"),
+        ("split: null", "leave split out: this looks like YAML"),
         ("seq_len = 128 128", "mend that line"),
         ("???", "mend that line"),
     ],

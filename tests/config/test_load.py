@@ -158,6 +158,12 @@ def test_a_value_where_a_section_belongs(section: str, value: object) -> None:
     assert (error.where, error.todo) == (f"run.toml: {section}", f"write [{section}], and its keys under it")
 
 
+def test_a_variant_where_its_section_belongs() -> None:
+    assert error_of({"optimizer": "muon"}).todo == 'write optimizer.name = "muon"'
+    assert error_of({}, "optimizer=muon").todo == "write optimizer.name=muon"
+    assert error_of({}, "train=3").todo == "set a key of it: train.KEY=…; `fsdp2kit keys train` lists them"
+
+
 def test_the_model_config_takes_any_key() -> None:
     config = {"model_type": "llama", "rope_scaling": {"factor": 2.0}, "layer_types": ["a", "b"]}
     assert load({"model": {"config": config}}).model.config == config

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.loader import Loader
-from fsdp2kit.data.preview import Preview, build_preview, pieces_of
+from fsdp2kit.data.preview import Piece, Preview, build_preview, pieces_of
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
 from tests.data.files import write_rows
@@ -116,6 +117,36 @@ def test_good_data_warns_of_nothing(tmp_path: Path) -> None:
     text = console.export_text()
     assert "Nothing suspicious" in text
     assert "tokens…]" in text, "long texts are shortened"
+
+
+def text_of(found: Any, **options: Any) -> str:
+    file = io.StringIO()
+    print_preview(found, Console(file=file, width=400, **options), most_tokens=80)
+    return file.getvalue()
+
+
+def test_without_colour_marks_stand_around_what_is_learnt(tmp_path: Path) -> None:
+    """The answers, each with the token that ends it."""
+    answers = [f"{message['content']}<|im_end|>" for message in MULTI if message["role"] == "assistant"]
+    found = preview_of(tmp_path, [{"messages": MULTI}], seq_len=256)
+    for plain in ({}, {"no_color": True, "force_terminal": True}):
+        text = re.sub("\x1b\\[[0-9;]*m", "", text_of(found, **plain))
+        assert "«learnt»" in text
+        assert "unmarked: read, not learnt" in text
+        text = re.sub(r"↵ *│\n│ *", "\n", text)  # a line of the text that the panel has on two lines
+        assert re.findall("«(.*?)»", text, re.DOTALL)[1:] == answers
+    assert not re.search("[«»]", text_of(found, force_terminal=True, color_system="truecolor"))
+
+
+def test_marks_are_none_that_the_texts_have(tmp_path: Path) -> None:
+    """And a mark stands before the end of a line."""
+    found = preview_of(tmp_path, [{"messages": SINGLE}], seq_len=256)
+    texts = ["It is «wet»\n", "⟦really⟧", "\nNo\n"]
+    pieces = [Piece(text, 2, number != 1, False) for number, text in enumerate(texts)]
+    text = text_of(replace(found, packs=[[pieces]], padding=[0]))
+    assert "[[learnt]]" in text
+    shown = [line.strip("│ \n") for line in text.splitlines() if "│" in line]
+    assert shown[1:] == ["[[It is «wet»↵]]", "⟦really⟧[[↵", "No↵]]"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

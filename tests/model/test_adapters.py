@@ -239,7 +239,7 @@ def check(values: dict[str, Any]) -> None:
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "peft" else find(name))
-    with pytest.raises(UserError, match=r"lora.rank: needs peft, .*; install it: pip install 'fsdp2kit\[lora\]'"):
+    with pytest.raises(UserError, match=r"lora.rank: needs peft, .*; install it: pip install 'peft>=0\.20'"):
         check({"lora": {"rank": 4}})
 
 

@@ -181,10 +181,10 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert text.startswith("fsdp.storage_dtype: 'bfloat16' with optimizer.name = 'adamw_8bit'")
     assert said(optimizer={"name": "muon"}, fsdp={"offload": "params"}).startswith("fsdp.offload: 'params' with")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'fsdp2kit[lowbit]'" in said(optimizer={"name": "adamw_8bit"})
+    assert "pip install 'torchao>=0.18'" in said(optimizer={"name": "adamw_8bit"})
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(UserError, match=r"optimizer\.name.*fsdp2kit\[lowbit\]"):
+    with pytest.raises(UserError, match=r"optimizer\.name.*pip install 'torchao>=0\.18'"):
         build_optimizer(section_of("adamw_8bit"), jobs.make_net())

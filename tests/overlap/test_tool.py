@@ -176,7 +176,7 @@ def test_the_picture_needs_matplotlib(
     assert main([str(run_dir), "--png", str(run_dir / "a.png")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: --png: needs matplotlib, which cannot be imported ")
-    assert said.endswith("; install it: pip install 'fsdp2kit[plot]'\n")
+    assert said.endswith("; install it: pip install 'matplotlib>=3.9'\n")
 
 
 def test_a_picture_that_cannot_be_written(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,7 +264,7 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "fsdp.class_dtypes: names Linear"
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'fsdp2kit[lowbit]'" in said(float8={"recipe": "rowwise"})
+    assert "pip install 'torchao>=0.18'" in said(float8={"recipe": "rowwise"})
 
 
 def test_devices_and_shapes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

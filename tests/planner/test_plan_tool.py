@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fsdp2kit.planner.devices import DEVICES, find_device
 from fsdp2kit.planner.memory import step_moments
 from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.search import Candidate, Search, changed, options
+from fsdp2kit.run import main as fsdp2kit_run
 from tests.planner.models import LLAMA_8B, LLAMA_70B, QWEN3_30B, config_of, planned
 from tools import plan as tool
 
@@ -128,11 +130,12 @@ def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[s
 def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml(LLAMA_8B)
     given = ["--world-size", "8", "--device-memory", "32", "mesh.dp_shard=8", "train.micro_batch_size=2"]
+    given += ["activation_checkpointing.mode=selective", "activation_checkpointing.every=2"]
     _, text = run(capsys, path, *given, "--json", "--fit")
     first, *others = json.loads(text)["fit"]
     assert not others
     _, text = run(capsys, path, *given, "--fit")
-    words = text.splitlines()[0].removeprefix("fit: ").split()
+    words = text.splitlines()[0].removeprefix("fit: ").partition(":")[0].split()
     assert len(words) == len(first["values"]) > 1
     code, text = run(capsys, path, *given, "--json", *words)
     assert (code, json.loads(text)["peak"]) == (0, first["peak"])
@@ -167,7 +170,8 @@ def test_fit_names_the_next_best_in_a_line_each(toml: Any, capsys: pytest.Captur
     found = json.loads(text)["fit"]
     _, text = run(capsys, *given)
     first, *others = text.splitlines()
-    assert first == "fit: train.micro_batch_size=1"
+    needed = found[0]["needed"] / 2**30
+    assert first == f"fit: train.micro_batch_size=1: {needed:,.2f} GiB needed of 48.00"
     assert len(found) > 1
     assert [line.split(":")[0].split()[1] for line in others[: len(found) - 1]] == [
         next(f"{key}={value}" for key, value in one["values"].items()) for one in found[1:]
@@ -176,11 +180,67 @@ def test_fit_names_the_next_best_in_a_line_each(toml: Any, capsys: pytest.Captur
 
 
 def test_a_config_fits_on_more_ranks_as_it_is_or_nowhere() -> None:
-    config = config_of({**LLAMA_8B, "num_hidden_layers": 1})
-    more = Candidate({}, 16, planned(config, device=find_device("h100")))
-    assert report.answers("fit", [more], config=config, world_size=8) == ["fit: as it is on 16 ranks"]
+    more = Candidate({}, 16, planned(config_of({**LLAMA_8B, "num_hidden_layers": 1}), device=find_device("h100")))
+    (said,) = report.answers("fit", [more], world_size=8)
+    assert said.startswith(f"fit: as it is on 16 ranks: {more.estimate.needed / 2**30:,.2f} GiB needed of 79.10, ")
     answer = "fit: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"
-    assert report.answers("fit", [], config=config, world_size=8) == [answer]
+    assert report.answers("fit", [], world_size=8) == [answer]
+
+
+def test_what_fit_proposes_is_new() -> None:
+    """ "full" is proposed with ``every = 1``, for configs that recompute every second layer; others have that."""
+    for every, proposed in ((1, {}), (2, {"activation_checkpointing.every": 1})):
+        section = {"mode": "selective", "every": every}
+        config = config_of({**LLAMA_8B, "num_hidden_layers": 2}, activation_checkpointing=section)
+        whole = changed(config, {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1})
+        room = (planned(whole).needed + planned(config).needed) / 2 / 2**30
+        found = Search(config, 8, find_device(None, memory_gib=room), 8).fit()
+        assert {"activation_checkpointing.mode": "full", **proposed} in [one.values for one in found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {}, "on 2 ranks (the fewest ranks that [mesh] allows; --world-size N plans another number)"),
+        (["--world-size", "8"], {}, "on 8 ranks"),
+        (["--world-size", "8"], {"WORLD_SIZE": "2"}, "on 8 ranks"),
+        ([], {"WORLD_SIZE": "4"}, "on 4 ranks (WORLD_SIZE)"),
+    ],
+)
+def test_a_plan_and_a_check_take_the_same_ranks(
+    arguments: list[str], environment: dict[str, str], said: str, toml: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    path = toml({**LLAMA_8B, "num_hidden_layers": 1})
+    code, text = run(capsys, path, "mesh.cp=2", *arguments)
+    assert code == 0
+    assert text.splitlines()[0] == f"{path} {said}"
+    assert fsdp2kit_run([path, "--check", "mesh.cp=2", *arguments]) == 0
+    assert said.replace("plans", "checks") in capsys.readouterr().out
+
+
+def test_the_bandwidth_between_nodes_is_given(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds over the network are bytes ÷ bandwidth: a tenth of it takes ten times as long there."""
+    path = toml({**LLAMA_8B, "num_hidden_layers": 1})
+    seconds = []
+    for between in ("50", "5"):
+        given = ("--world-size", "2", "--local-world-size", "1", "--device", "h100", "--inter-node-bandwidth", between)
+        _, text = run(capsys, path, *given, "--json")
+        seconds.append(json.loads(text)["speed"]["communication"])
+    assert seconds[1] == pytest.approx(10 * seconds[0])
+    default = find_device("h100")
+    assert default is not None
+    assert default.network_bandwidth == 50e9
+
+
+def test_nothing_stays_frozen(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """triton reports what the interpreter's end cannot free: 27 lines after each plan."""
+    gc.unfreeze()
+    run(capsys, toml({**LLAMA_8B, "num_hidden_layers": 1}))
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.full
@@ -321,6 +381,8 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
         (["--html", "README.md"], "--html README.md: is there, and is no HTML page; choose another"),
         (["--html", "/dev/null"], "--html /dev/null: is there, and is no file; choose another"),
         (["--mfu", "40"], "--mfu: 40.0 is no share of a device's peak; give one between 0 and 1"),
+        (["--inter-node-bandwidth", "0"], "--inter-node-bandwidth: 0.0 is no number of GB/s; give e.g. 50"),
+        (["--inter-node-bandwidth", "9"], "--inter-node-bandwidth: is a device's; give --device"),
         (["--trace"], "--trace: is no option any more: the tests compare the plan with a trace"),
         (["--fit"], "--fit: needs to know what must fit into"),
         (["--world-size", "6", "mesh.cp=4"], "mesh.cp: 4 does not divide the world size 6"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,9 @@ def test_a_run_with_a_restart(tmp_path: Path) -> None:
     assert run["samples"][0]["also"] == {"reward": "1.0"}
     first, second = table(payload, "Starts")
     assert (first[2:4], first[5]) == ([0, 8], "stopped at step 20")
-    assert second[2:] == [20, 4, "optimizer.lr: 0.001 → 0.0005", "done at step 50"]
+    assert second[2:6] == [20, 4, "optimizer.lr: 0.001 → 0.0005", "done at step 50"]
+    ends = [event["time"] for event in read_run(tmp_path / "x").of_kind("end")]
+    assert [first[6], second[6]] == [f"{datetime.fromtimestamp(end, timezone.utc):%Y-%m-%d %H:%M}" for end in ends]
     assert table(payload, "Saves") == [[20, 3.5, 0.25, "4 GB", "background"]]
     assert ["sources.chat", "800"] in table(payload, "Data")
     assert ["storage", "float32"] in table(payload, "Dtypes")

@@ -322,7 +322,8 @@ def test_a_missing_extra_is_named(
 ) -> None:
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError('not here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    message = rf"needs {package}, which cannot be imported \(not here\): install the extra: pip .*\[rewards\]'; then"
+    command = rf"pip install '{package.replace('_', '-')}>=[0-9.]+'"
+    message = rf"needs {package}, which cannot be imported \(not here\): install it: {command}; then"
     with pytest.raises(UserError, match=rf"^reward\.0\.options: {MODULE}:{function}: {message}"):
         rewards_of({"function": function, "options": options})
 

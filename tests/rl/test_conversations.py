@@ -47,6 +47,15 @@ class Together:
         self.barrier.wait()
         print("closed", flush=True)
 
+class Handed(Talk):
+    """Plain methods that hand on a coroutine."""
+    def reset(self, row):
+        async def begin():
+            return Talk.reset(self, row)
+        return begin()
+    def step(self, messages):
+        return Talk.step(self, messages)
+
 class Fault(Talk):
     def step(self, messages):
         fault = self.says[0]
@@ -266,6 +275,14 @@ def test_environments_run_at_once_and_are_closed(tmp_path: Path, capfd: pytest.C
         found = conversations.respond(asked({}, {}, {}, {}), engine_for(tokenizer, "Yes."))
     assert [one.conversation and one.conversation.reward for one in found] == [1.0] * 4
     assert capfd.readouterr().out.count("closed") == 4
+
+
+def test_coroutines_that_plain_methods_return_are_awaited(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen25")
+    with holding(tmp_path, "Handed", tokenizer) as conversations:
+        [found] = conversations.respond(asked({"says": [[USER]]}), engine_for(tokenizer, "Yes.", "No."))
+    assert found.conversation is not None
+    assert found.conversation.reward == 0.75
 
 
 @pytest.mark.parametrize(

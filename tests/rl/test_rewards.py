@@ -22,7 +22,7 @@ from fsdp2kit.rl.prompts import arguments_of
 from fsdp2kit.rl.rewards import Rewards
 
 FUNCTIONS = '''
-import json, os, sys, time
+import asyncio, json, os, sys, time
 
 def whole(prompts, completions, truncated, target, **columns):
     """Everything that is given is used."""
@@ -68,6 +68,38 @@ def leaves(**_):
 
 def words(completions, **_):
     return ["good"] * len(completions)
+
+meeting = asyncio.Barrier(3) if hasattr(asyncio, "Barrier") else None
+
+async def _score(text):
+    # Each waits for the other two: run one after another, they would never end.
+    if meeting is not None:
+        await meeting.wait()
+    await asyncio.sleep(0.01)
+    return float(text == "b")
+
+async def awaits(completions, target, **columns):
+    """Gathers by itself, in the loop of the call before."""
+    return await asyncio.gather(*(_score(one[0]["content"]) for one in completions))
+
+def hands_on(completions, **_):
+    """A plain function of coroutines."""
+    return [_score(one[0]["content"]) for one in completions]
+
+class Judge:
+    async def __call__(self, completions, **_):
+        return [2.0 for _ in completions]
+
+judge = Judge()
+
+async def raises_awaited(completions, **_):
+    for one in completions:
+        await asyncio.sleep(0)
+        last = 1 / (one[0]["content"] != "b")
+    return [last] * len(completions)
+
+async def hangs_awaited(**_):
+    await asyncio.sleep(60)
 '''
 
 
@@ -94,6 +126,12 @@ def test_several_functions_see_conversations_and_columns(tmp_path: Path) -> None
     assert rewards._workers[0]._process.exit_code(0) is not None, "its process ends with the block"
 
 
+def test_coroutines_are_awaited_beside_plain_functions(tmp_path: Path) -> None:
+    with functions(tmp_path, "awaits", "whole", "hands_on", "judge", timeout_seconds=20) as rewards:
+        for _ in range(2):
+            np.testing.assert_array_equal(rewards(arguments()), [[0, 1, 0, 2], [1, 0, 1, 2], [0, 0, 0, 2]])
+
+
 def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def counts(completions, tests, **_):\n    return [len(one or ()) for one in tests]\n")
@@ -107,7 +145,9 @@ def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) 
     ("name", "message"),
     [
         ("raises", r'by zero \(.*mine\.py:19\), given response 2 of 3: prompt "Say a", completion "b"; mend'),
+        ("raises_awaited", r'by zero \(.*mine\.py:\d+\), given response 2 of 3: prompt "Say a", completion "b"; mend'),
         ("hangs", r"did not answer within 0\.5 s; mend it, or give it more time"),
+        ("hangs_awaited", r"did not answer within 0\.5 s; mend it, or give it more time"),
         ("is_nan", r'returned nan for response 3 of 3: prompt "Say a", completion "a"; return finite'),
         ("too_few", r"returned 1 rewards for 3 responses; return one"),
         ("ends", r"its process ended with exit code 3; "),
@@ -117,7 +157,7 @@ def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) 
 )
 def test_a_fault_is_one_line(name: str, message: str, tmp_path: Path) -> None:
     started = time.monotonic()
-    with functions(tmp_path, name, timeout_seconds=0.5 if name == "hangs" else 30.0) as rewards:
+    with functions(tmp_path, name, timeout_seconds=0.5 if name.startswith("hangs") else 30.0) as rewards:
         with pytest.raises(UserError, match=rf"^reward\.0\.function: .*mine\.py:{name}: .*{message}") as error:
             rewards(arguments())
         assert "\n" not in str(error.value)

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli
+import torch
 
 from fsdp2kit import run
 from fsdp2kit.planner.devices import ALLOWANCE, DEVICES
 from fsdp2kit.planner.search import Search
 from fsdp2kit.starter.draft import KINDS
-from fsdp2kit.starter.machine import launch_command, nodes_of
+from fsdp2kit.starter.machine import bfloat16_speedup, launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
 from tests.reference import demo_model_dir, needs_integers
@@ -150,6 +151,33 @@ def test_ranks_are_dealt_to_equal_nodes(ranks: int, expected: tuple[int, int]) -
     assert (f"--nproc-per-node {expected[1]} " in command) == (ranks > 1)
 
 
+@pytest.mark.parametrize(("speedup", "advice"), [(0.3, 'add fsdp.param_dtype = "float32"'), (1.6, "may stay")])
+def test_a_cpu_is_measured_before_advice_is_given(
+    speedup: float, advice: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("fsdp2kit.starter.machine.bfloat16_speedup", lambda: speedup)
+    monkeypatch.setattr(new, "_machine", lambda options: (None, 1))
+    assert new.main(["sft", "--out", str(tmp_path / "sft.toml")]) == 0
+    (line,) = [one for one in (tmp_path / "sft.toml").read_text().splitlines() if one.startswith("# On a CPU")]
+    assert advice in line
+    assert f"{speedup} times as fast in bfloat16 as in float32" in line
+
+
+def test_a_slow_bfloat16_is_measured_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts matmuls: three ticks each in float32, and one in bfloat16."""
+    ticks = 0.0
+    own = torch.Tensor.__matmul__
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        nonlocal ticks
+        ticks += 3 if left.dtype == torch.float32 else 1
+        return own(left, right)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
+    monkeypatch.setattr("fsdp2kit.starter.machine.time.perf_counter", lambda: ticks)
+    assert bfloat16_speedup() == 3
+
+
 def test_a_plan_for_ranks_of_two_nodes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = write_new("sft", model, tmp_path, "--world-size", "12", "--device", "h100")
     text = toml.read_text(encoding="utf-8")
@@ -241,3 +269,41 @@ def test_smollm2_on_real_data(kind: str, pool: WorkerPool, tmp_path: Path, monke
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     print(*((one["step"], one["loss"]) for one in records))
     assert len(records) == 2
+
+
+@pytest.mark.parametrize("source", ["sft", "dpo"])
+def test_a_recipe_to_change_is_a_copy_that_runs_by_name_and_by_path(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert new.main(["recipe", "mine", *(["--from", source] if source != "sft" else [])]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "fsdp2kit run YOUR.toml recipe=mine"
+    own = (Path(run.__file__).parents[1] / "recipes" / f"{source}.py").read_bytes()
+    assert (tmp_path / "recipes" / "mine.py").read_bytes() == own
+    toml = "demo_cp2" if source == "sft" else "dpo_smollm2"
+    for name in ("mine", "recipes/mine.py"):
+        recipe, config = run.load(toml, [f"recipe={name}"])
+        assert Path(str(recipe.__file__)).resolve() == tmp_path / "recipes" / "mine.py"
+        assert type(config) is recipe.Config
+    if source == "sft":
+        assert run.main([toml, "--check", "recipe=mine"]) == 0
+
+
+def test_a_recipe_is_not_overwritten_nor_put_in_the_place_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mistakes = {
+        ("sft",): "NAME: 'sft' comes with fsdp2kit, and recipes/sft.py would take its place in this folder",
+        ("a b",): "NAME: 'a b' is no name of a Python module; use letters, digits and _",
+        ("mine", "--from", "dpp"): "--from: there is no recipe 'dpp'; did you mean dpo?",
+    }
+    for arguments, says in mistakes.items():
+        assert new.main(["recipe", *arguments]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "recipes").exists()
+    assert new.main(["recipe", "mine.py"]) == 0
+    (tmp_path / "recipes" / "mine.py").write_text("# changed\n")
+    assert new.main(["recipe", "mine"]) == 2
+    assert "recipes/mine.py exists, and is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "recipes" / "mine.py").read_text() == "# changed\n"

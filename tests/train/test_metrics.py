@@ -182,9 +182,21 @@ def test_a_full_line() -> None:
         "mfu": 0.41,
         "memory_gib": 1.23,
     }
-    assert "  ".join(format_record(record, total_steps=100, eta_seconds=80, also=["accuracy"])) == (
-        "step  12/100  loss 2.3456  tokens/s   1,234  eta 0:01:20  accuracy 0.9876  "
-        "grad_norm 1.234  lr 1.00e-05  epoch 0.26  mfu 41.0%  memory 1.2 GiB"
+
+    def line(record: dict[str, Any], *also: str) -> str:
+        return "  ".join(format_record(record, total_steps=100, eta_seconds=80, also=also))
+
+    begin = "step  12/100  loss 2.3456  tokens/s   1,234  eta 0:01:20  "
+    assert line(record, "accuracy") == f"{begin}accuracy 0.9876  grad_norm 1.234  lr 1.00e-05"
+    assert line(record) == f"{begin}grad_norm 1.234  lr 1.00e-05  mfu 41.0%"
+    assert line({**record, "mfu": None}) == f"{begin}grad_norm 1.234  lr 1.00e-05  memory 1.2 GiB"
+    evaluated = {**record, "margin": 2.0, "eval_loss": 2.5, "eval_accuracy": 0.5, "eval_margin": 1.0}
+    assert line(evaluated, "reward", "accuracy", "margin") == (
+        f"{begin}eval_loss 2.5000  accuracy 0.9876  eval_accuracy 0.5"
+    )
+    few = {"step": 12, "loss": 2.3456, "margin": 2.0, "accuracy": 0.5, "epoch": 0.256}
+    assert line(few, "accuracy", "margin") == (
+        "step  12/100  loss 2.3456  eta 0:01:20  accuracy 0.5  margin 2  epoch 0.26"
     )
     assert format_record({"step": 1, "loss": math.nan, "mfu": None}, total_steps=9, eta_seconds=None) == [
         "step 1/9",
@@ -214,7 +226,7 @@ def test_a_terminal_shows_what_matters_and_keeps_earlier_steps(
         [at, *bars] = [at for at, line in enumerate(lines) if f"step   {step}/100" in line]
         assert lines[at].startswith("step"), "its own line"
         whole = " ".join(lines[at : at + 3])
-        assert all(word in whole for word in ("eval_loss 2.2500", "grad_norm 1.250", "memory 70.1 GiB"))
+        assert all(word in whole for word in ("eval_loss 2.2500", "grad_norm 1.250", "lr 1.00e-05"))
         [bar] = {lines[bar].strip() for bar in bars}
         assert all(word in bar for word in ("loss 2.5000", "tokens/s 123,456", "eta 0:"))
 

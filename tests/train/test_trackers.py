@@ -185,18 +185,22 @@ def test_what_fails_in_the_background_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("section", "package", "extra"),
-    [("tensorboard", "tensorboard", "tensorboard"), ("mlflow", "mlflow", "mlflow"), ("mlflow", "alembic", "mlflow")],
+    ("section", "package", "command"),
+    [
+        ("tensorboard", "tensorboard", "pip install 'tensorboard>=2.20'"),
+        ("mlflow", "mlflow", "pip install 'mlflow-skinny>=3.17' 'sqlalchemy>=2' alembic"),
+        ("mlflow", "alembic", "pip install 'mlflow-skinny>=3.17' 'sqlalchemy>=2' alembic"),
+    ],
 )
 def test_a_missing_extra_is_refused_before_the_run(
-    section: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    section: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     check_config(TrainingConfig.model_validate(VALUES), world_size=1, local_world_size=1)
     config = TrainingConfig.model_validate({**VALUES, section: {"enabled": True}})
     with pytest.raises(UserError) as refusal:
         check_config(config, world_size=1, local_world_size=1)
-    what = f"{section}.enabled: needs {package}, which is not installed; install it: pip install 'fsdp2kit[{extra}]'"
+    what = f"{section}.enabled: needs {package}, which is not installed; install it: {command}"
     assert str(refusal.value) == what
 
 

@@ -43,7 +43,7 @@ def start(section: WandbConfig, run_dir: Path, **options: Any) -> tuple[WandbRun
 class BrokenWandb:
     """Stands in for a wandb whose service died: every call raises."""
 
-    id = "abc"
+    id, url, dir = "abc", "https://me:pass@wandb.mine.org/t/p/runs/abc", "run/wandb/offline-run-abc/files"
 
     def __getattr__(self, name: str) -> Any:
         raise ConnectionError("the service is gone\nwith a long story")
@@ -107,13 +107,20 @@ def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("section", "variable", "has_key", "mode", "says"),
     [
-        ("auto", None, False, "offline", ["no login, so this run is kept offline"]),
-        ("auto", "online", False, "offline", ["no login, so this run is kept offline"]),  # it never asks for one
-        ("auto", None, True, "online", []),
-        ("auto", "online", True, "online", []),
-        ("auto", "offline", True, "offline", []),
-        ("auto", "dryrun", True, "offline", []),
-        ("offline", "disabled", False, "offline", []),
+        (
+            "auto",
+            None,
+            False,
+            "offline",
+            "no login, so nothing is uploaded; `wandb sync run/wandb/offline-run-abc`",
+        ),
+        ("auto", "online", False, "offline", "no login, so nothing is uploaded"),  # it never asks for one
+        ("auto", None, True, "online", "uploaded to https://***@wandb.mine.org/t/p/runs/abc; wandb.mode=disabled"),
+        ("auto", "online", True, "online", "uploaded to"),
+        ("auto", "offline", True, "offline", "wandb: nothing is uploaded"),
+        ("auto", "dryrun", True, "offline", "wandb: nothing is uploaded"),
+        ("offline", "disabled", False, "offline", "wandb: nothing is uploaded"),
+        ("online", "disabled", True, "online", "uploaded to"),
     ],
 )
 def test_the_mode_is_the_configs_then_the_environments_then_the_logins(
@@ -121,7 +128,7 @@ def test_the_mode_is_the_configs_then_the_environments_then_the_logins(
     variable: str | None,
     has_key: bool,
     mode: str,
-    says: list[str],
+    says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -132,7 +139,8 @@ def test_the_mode_is_the_configs_then_the_environments_then_the_logins(
             monkeypatch.setenv(name, value)
     _, messages = start(WandbConfig(mode=section), tmp_path / "run")
     assert seen["mode"] == mode
-    assert [says[0] in line for line in messages] == [True] * len(says)
+    [line] = messages
+    assert says in line
     assert capfd.readouterr() == ("", "")
 
 
@@ -140,6 +148,36 @@ def test_disabled_starts_nothing_and_keeps_the_id(tmp_path: Path, monkeypatch: p
     seen = record_init(monkeypatch)
     run, messages = start(WandbConfig(mode="disabled"), tmp_path / "run", wandb_id="abc")
     assert (run.id, messages, seen) == ("abc", [], {})
+
+
+def test_transformers_variable_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_init(monkeypatch)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    _, messages = start(WandbConfig(), tmp_path / "run")
+    assert (messages, seen) == ([], {})
+
+
+@pytest.mark.parametrize("is_in_toml", [False, True])
+def test_variables_of_wandb_hold_where_the_toml_sets_nothing(
+    is_in_toml: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What wandb's own rules make of the arguments, the environment and nothing else."""
+    import wandb
+
+    seen = record_init(monkeypatch)
+    variables = {"PROJECT": "p", "NAME": "n", "ENTITY": "e", "RUN_GROUP": "g", "TAGS": "a,b", "DIR": str(tmp_path)}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    given = WandbConfig(project="P", name="N", entity="E", group="G", tags=["A"]) if is_in_toml else WandbConfig()
+    start(given, tmp_path / "run")
+    settings = wandb.Settings()
+    settings.update_from_env_vars(dict(os.environ))
+    named = {"project": "project", "name": "run_name", "entity": "entity", "group": "run_group", "tags": "run_tags"}
+    found = [seen[name] if seen[name] is not None else getattr(settings, key) for name, key in named.items()]
+    assert found[:4] == (["P", "N", "E", "G"] if is_in_toml else ["p", "n", "e", "g"])
+    assert list(found[4]) == (["A"] if is_in_toml else ["a", "b"])
+    assert seen["dir"] == str(tmp_path)
 
 
 def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +203,14 @@ def test_offline_run_resumes_under_its_id(tmp_path: Path, capfd: pytest.CaptureF
         assert wandb_id in (None, metrics.wandb_id)
         wandb_id = metrics.wandb_id
     assert wandb_id
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{wandb_id}"))) >= 1
-    assert capfd.readouterr() == ("step 1/2  loss 1.0000\nstep 2/2  loss 1.0000\n", "")
+    kept = [str(path) for path in (tmp_path / "wandb").glob(f"offline-run-*-{wandb_id}")]
+    said, complained = capfd.readouterr()
+    assert complained == ""
+    first, step_1, second, step_2 = said.splitlines()
+    assert (step_1, step_2) == ("step 1/2  loss 1.0000", "step 2/2  loss 1.0000")
+    for line in (first, second):
+        named = line.removeprefix("wandb: nothing is uploaded; `wandb sync ").removesuffix("` does so later")
+        assert named in kept
 
 
 # After the run offline: without its server, the process that wandb 0.25 keeps for all runs is busy for minutes.
