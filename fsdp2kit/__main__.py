@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
+from fsdp2kit.console import begin_output, show
 from fsdp2kit.errors import did_you_mean
 
 _COMMANDS = {
@@ -25,9 +26,10 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; a tool ends the process itself."""
+    begin_output()
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if command == "--version":
-        print(__version__)
+        show(__version__)
         return 0
     command = command.replace("-", "_")
     found = _tools()
@@ -54,9 +56,9 @@ def _list(command: str, lines: dict[str, str]) -> int:
     is_asked = command in ("help", "__help", "_h")
     if not is_asked:
         todo = did_you_mean(command, lines, otherwise="choose one of these")
-        print(f"error: fsdp2kit {command}: no such command; {todo}", file=sys.stderr)
+        show(f"error: fsdp2kit {command}: no such command; {todo}", file=sys.stderr)
     width = max(map(len, lines))
-    print(*(f"{name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
+    show(*(f"{name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
     return 0 if is_asked else 2
 
 

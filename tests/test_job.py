@@ -16,7 +16,8 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, without_secrets, write_record
+from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, write_record
+from fsdp2kit.redaction import without_secrets
 from tests.workers import WorkerPool
 
 HOLD = """

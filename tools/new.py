@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import counted
+from fsdp2kit.console import counted, show
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import bundled_folder, replace_file
 
@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         what = f"{out} cannot be written ({error.strerror})"
         raise UserError("--out", what, "name a file in a folder that may be written to") from None
     if warning:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(*lines, command, sep="\n")
+        show(f"warning: {warning}", file=sys.stderr)
+    show(*lines, command, sep="\n")
     return 0
 
 

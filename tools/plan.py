@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
+from fsdp2kit.console import rich_console, show
 from fsdp2kit.errors import UserError
 
 _MOST = 2**20  # ranks, GiB
@@ -31,8 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
     local = min(options.local_world_size, options.world_size)
     with _without_collector():
-        from rich.console import Console
-
         from fsdp2kit.planner import report
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
@@ -65,9 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     _write("--png", options.png, lambda: report.draw(found, title=title))
     _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *tables, *parts]).encode())
     if options.json:
-        print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
+        show(json.dumps({**report.as_json(found), **extra}), is_data=True)
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
+        console = rich_console(width=None if sys.stdout.isatty() else 140)
         for line in answers:
             console.print(line, soft_wrap=True)  # whole, to be copied
         for part in [*(tables if options.verbose else []), *own, *parts]:

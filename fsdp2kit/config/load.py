@@ -63,13 +63,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
+        return tomli.loads(text)
     except FileNotFoundError:
         raise UserError(str(path), "no such file", "check the path of the TOML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error})", "check the file and its permissions") from None
+    except RecursionError:
+        raise UserError(str(path), "not valid TOML: it is nested too deep", "write flatter values") from None
     except tomli.TOMLDecodeError as error:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text.splitlines()
         found = re.search(r"line (\d+)", str(error))
         todo = _advise_on_line(lines[int(found[1]) - 1]) if found and int(found[1]) <= len(lines) else "mend that line"
         if path.suffix == ".jsonl":

@@ -137,7 +137,7 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
 def _read_template(value: str) -> str:
     path, where = ready_template(value) or Path(value), f"model.chat_template: {value}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         ready = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
         todo = f"give the path of a Jinja template file, or the name of a ready one ({ready})"
