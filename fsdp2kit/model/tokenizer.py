@@ -65,6 +65,9 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
             vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
+        elif isinstance(tokenizer.chat_template, str):
+            # transformers takes the byte-order mark of a file for text, and it would be learnt.
+            tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
 
 

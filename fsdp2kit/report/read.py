@@ -98,8 +98,8 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None under ``train.epochs`` where no event tells."""
-        told = [event["total_steps"] for event in self.of_kind("data") if event.get("total_steps") is not None]
-        return told[-1] if told else self.config.get("train.steps")
+        told = [event["total_steps"] for event in self.of_kind("data") if type(event.get("total_steps")) is int]
+        return told[-1] if told else _steps_of(self.config)
 
     @property
     def planned(self) -> dict[str, float]:
@@ -315,9 +315,16 @@ def _state(
         return "failed", cause
     if not events and (saved := _last_saved(directory)) is not None and saved >= step:
         # Before there were events; every run that ends by itself saves its last step.
-        is_done = saved >= config.get("train.steps", saved)
+        total = _steps_of(config)
+        is_done = total is None or saved >= total
         return ("ended", "") if is_done else ("stopped", f"after step {saved}")
     return "killed", f"after step {step}" if step else "before its first step"
+
+
+def _steps_of(config: dict[str, Any]) -> int | None:
+    """``train.steps`` of a config; None without."""
+    steps = config.get("train.steps")
+    return steps if type(steps) is int else None
 
 
 def _last_saved(directory: Path) -> int | None:
