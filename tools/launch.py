@@ -20,6 +20,7 @@ from pathlib import Path
 from fsdp2kit.command_line import in_one_line, positive, user_path
 from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, did_you_mean
+from fsdp2kit.redaction import holds_secret
 
 FOLDER = Path(__file__).resolve().parent / "launch"
 _SUBMIT = {
@@ -80,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--time", what, "give one as 24:00:00 or 2-00:00:00 for slurm, and none for others")
     if broken := next((each for each in options.overrides if "\n" in each), None):
         raise UserError(broken.partition("=")[0], "has a line break", "write it in the TOML")
+    if secret := next((each for each in options.overrides if holds_secret(each)), None):
+        what = "holds a secret, which a launch file would keep for all who read it"
+        raise UserError(secret.partition("=")[0], what, "write it in the TOML")
     _check_out(options.out, options.overwrite)
     if not _checked(options):
         return 2

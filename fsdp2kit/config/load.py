@@ -159,6 +159,8 @@ def parse_override(override: str) -> tuple[list[str], Any]:
         raise UserError(f"override {override!r}", "not of the form section.key=value", "write e.g. train.steps=100")
     try:
         return path, tomli.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise UserError(f"override {key}", "its value is nested too deep", "write a flatter value") from None
     except tomli.TOMLDecodeError:
         return path, text.strip()
 
