@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import math
+import os
 import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
