@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2kit import run
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
@@ -17,7 +18,7 @@ from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.reference import DEMO
-from tests.test_bad_input import attempt, model_dir, toml_for
+from tests.test_bad_input import model_dir, toml_for
 from tools import launch, preview
 
 __all__ = ["model_dir"]  # a fixture
@@ -103,15 +104,16 @@ def test_a_preview_shows_control_characters(
     assert "ok\\x0d\\x08" in out
 
 
-def test_errors_show_control_characters_and_no_secrets(model_dir: Path, tmp_path: Path) -> None:
-    path = toml_for(model_dir, tmp_path)
-    code, _, err = attempt([str(path), "--check", "data.path=no\x1b[2J.jsonl"], str(tmp_path))
-    assert code == 2
-    assert "no\\x1b[2J.jsonl" in err
-    code, _, err = attempt([str(path), "--check", "data.format=https://me:pa55w0rd@host/x"], str(tmp_path))
-    assert code == 2
-    assert "https://***@host/x" in err
-    assert "pa55w0rd" not in err
+def test_errors_show_control_characters_and_no_secrets(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(toml_for(model_dir, tmp_path))
+    assert run.main([path, "--check", "data.path=no\x1b[2J.jsonl"]) == 2
+    assert "no\\x1b[2J.jsonl" in capsys.readouterr().err
+    assert run.main([path, "--check", "data.format=https://me:pa55w0rd@host/x"]) == 2
+    said = capsys.readouterr().err
+    assert "https://***@host/x" in said
+    assert "pa55w0rd" not in said
 
 
 def test_a_launch_file_keeps_no_secret(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
