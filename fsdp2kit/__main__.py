@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
+from fsdp2kit.console import begin_output, show
 from fsdp2kit.errors import nearest
 
 _COMMANDS = {
@@ -43,9 +44,10 @@ _TASKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; a tool ends the process itself."""
+    begin_output()
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if command == "--version":
-        print(__version__)
+        show(__version__)
         return 0
     command = command.replace("-", "_")
     if command == "help" and rest:  # of one command
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         names = [_shown(name) for name in (*_COMMANDS, *_ALIASES, *found)]
         near = nearest(typed, [*names, *_OTHER_WORDS])
         todo = f"did you mean {_OTHER_WORDS.get(near, near)}?" if near else "`fsdp2kit --help` lists them"
-        print(f"error: fsdp2kit {typed}: no such command; {todo}", file=sys.stderr)
+        show(f"error: fsdp2kit {typed}: no such command; {todo}", file=sys.stderr)
         return 2
     sys.argv = [f"fsdp2kit {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -86,10 +88,10 @@ def _list(lines: dict[str, str], *, all: bool) -> None:
         tasks["maintain fsdp2kit"] = tuple(name for name in lines if name not in listed)
     width = max(len(name) for names in tasks.values() for name in names)
     for task, names in tasks.items():
-        print(f"{task}:")
+        show(f"{task}:")
         for name in names:
-            print(f"  {_shown(name):<{width}}  {lines[name]}")
-    print(
+            show(f"  {_shown(name):<{width}}  {lines[name]}")
+    show(
         "\nfsdp2kit COMMAND --help says more."
         + ("" if all else " fsdp2kit --help-all also lists maintainers' commands.")
     )

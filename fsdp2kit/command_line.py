@@ -10,24 +10,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.console import runs_of
+from fsdp2kit.console import begin_output, runs_of, show
 from fsdp2kit.errors import UserError, importing
 
 
 def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
     """Wrap a command line's ``main``: a `UserError` becomes one line on stderr and exit code 2.
 
-    A reader that has seen enough (``| head``) ends it quietly.
+    A reader that has seen enough (``| head``) ends it quietly. The output is prepared (`begin_output`).
     """
 
     @functools.wraps(main)
     def run(arguments: list[str] | None = None) -> int:
+        begin_output()
         try:
             code = main(arguments)
             sys.stdout.flush()
             return code
         except UserError as problem:
-            print(f"error: {problem}", file=sys.stderr)
+            show(f"error: {problem}", file=sys.stderr)
             return 2
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end

@@ -1,20 +1,36 @@
-"""Lines, and progress bars for long work. Only the main rank shows anything.
+"""Everything that is printed: lines, tables, errors, and progress bars for long work.
 
-In a terminal the bars stand below the lines. Elsewhere (a log file, a pipe) a bar is a line on stderr every ten
-seconds, because stdout may be a tool's JSON.
+Of a run only the main rank `say`s anything. In a terminal the bars stand below the lines. Elsewhere (a log file, a
+pipe) a bar is a line on stderr every ten seconds, because stdout may be a tool's JSON.
+
+Texts come from data, files and errors of others. So `show` and `say` print control characters as ``\\x1b``, hide
+secrets, and replace what the stream's encoding lacks; tables go through `rich_console`. `begin_output`, which each
+command calls first, does the same for what Python itself prints: uncaught errors, warnings of `logging`, ``--help``.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
+import logging
 import os
+import re
 import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from fsdp2kit.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RichCast
+    from rich.segment import Segment
 
 LINE_SECONDS = 10.0
 _FIRST_SECONDS, _PAINT_SECONDS = 0.5, 0.25  # in a terminal; work that ends sooner gets no bar
@@ -22,11 +38,154 @@ _FIRST_SECONDS, _PAINT_SECONDS = 0.5, 0.25  # in a terminal; work that ends soon
 # A failed write (a closed pipe, a full disk) must not end a run.
 _LOST = OSError, ValueError
 
+# What a terminal may obey: C0 without tab and line feed, DEL, C1, and the overrides of the writing direction.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+# Signs of our own lines, for streams that lack them.
+_PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("–—−─╌━", "-"),
+        **dict.fromkeys("█▉▊▋▌▍▎▏░▒▓", "#"),
+        **dict.fromkeys("│┃", "|"),
+        **dict.fromkeys("╭╮╯╰┌┐└┘├┤┬┴┼", "+"),
+        **dict.fromkeys("“”„", '"'),
+        **dict.fromkeys("‘’", "'"),
+        **{"…": "...", "·": "-", "•": "*", "→": "->", "←": "<-", "×": "x", "÷": "/", "±": "+-", "≤": "<=", "≥": ">="},
+        **{"≠": "!=", "≈": "~", "↵": "|", "²": "^2", "√": "sqrt ", "Σ": "sum ", "µ": "u", "\u00a0": " "},
+    }
+)
+_ERRORS = "fsdp2kit.console"
+
+
+def _replace_unknown(error: UnicodeError) -> tuple[str, int]:
+    r"""An error handler of codecs: a plain sign for one of ours, ``\u4e2d`` for any other character."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_PLAIN)
+    return text.encode("ascii", errors="backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(_ERRORS, _replace_unknown)
+
+
+def visible(text: str) -> str:
+    r"""A text with its control characters shown, ``\x1b``; line feeds and tabs stay."""
+    return _CONTROL.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+def begin_output() -> None:
+    """Prepare this process's output; each command calls it first. A second call does nothing.
+
+    Characters that stdout or stderr cannot encode are replaced. Uncaught errors, and warnings that no handler of
+    `logging` takes, are printed as `show` prints.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ERRORS)
+    # What the user has set, e.g. a debugger's, stays.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_uncaught
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_uncaught_of_thread
+    if type(logging.lastResort) is not _LastResort:
+        logging.lastResort = _LastResort(logging.WARNING)
+
+
+class _LastResort(logging.Handler):
+    """Prints the message alone on stderr, as Python's own handler of last resort does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            show(self.format(record), file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+
+def _print_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, *, begin: str = ""
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    show(begin + "".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
+
+
+def _print_uncaught_of_thread(found: threading.ExceptHookArgs) -> None:
+    if found.exc_value is None or issubclass(found.exc_type, SystemExit):
+        return
+    name = found.thread.name if found.thread is not None else "?"
+    _print_uncaught(found.exc_type, found.exc_value, found.exc_traceback, begin=f"Exception in thread {name}:\n")
+
+
+def show(
+    *values: object,
+    sep: str = " ",
+    end: str = "\n",
+    file: TextIO | None = None,
+    flush: bool = False,
+    is_data: bool = False,
+) -> None:
+    """As `print`, for texts from anywhere: control characters are shown and secrets hidden. On every rank.
+
+    Args:
+        file: default: stdout, as it is now.
+        is_data: the user's own data, in which nothing is hidden.
+    """
+    stream = sys.stdout if file is None else file
+    if stream is None:
+        return
+    text = sep.join(map(str, values))
+    text = visible(text if is_data else without_secrets(text))
+    print(_encodable(text, stream), end=end, file=stream, flush=flush)
+
+
+def rich_console(**options: Any) -> Console:
+    """A console of rich for tables, in which control characters of the texts are shown.
+
+    Args:
+        options: those of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    console = Console(**options)
+    console.push_render_hook(cast("RenderHook", _Visible()))
+    return console
+
+
+class _Visible:
+    """A hook of rich: what is printed is made `visible`, after its layout and before its colours."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_VisibleRenderable(one) for one in renderables]
+
+
+class _VisibleRenderable:
+    def __init__(self, inner: ConsoleRenderable | RichCast) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._inner, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """A text that the stream can encode, whatever its own handling of errors."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, errors=_ERRORS).decode(encoding)
+    except (LookupError, UnicodeError):  # an encoding that Python does not know
+        return text
+
 
 def say(*lines: str) -> None:
     """Print lines on the main rank, above the bars if there are any."""
     if lines and _is_main():
-        _SCREEN.print("\n".join(lines))
+        _SCREEN.print(without_secrets("\n".join(lines)))
         for line in lines:
             for hear in [*_SCREEN.listeners]:
                 hear(line)
@@ -192,15 +351,19 @@ class _Screen:
         """Print text; with ``aside`` on stderr, unless stdout is a terminal."""
         with self._lock, contextlib.suppress(*_LOST):
             if self._bars is None:
-                print(text, flush=True, file=sys.stderr if aside and not self.is_terminal else sys.stdout)
+                show(text, flush=True, file=sys.stderr if aside and not self.is_terminal else sys.stdout, is_data=True)
             else:
-                self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._bars.console.print(self._shown(text), markup=False, highlight=False, soft_wrap=True)
+
+    def _shown(self, text: str) -> str:
+        return _encodable(visible(text), sys.stdout)
 
     def paint(self, key: object, text: str, *, done: float, total: float | None) -> None:
         """Show a bar, or update it."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        text = self._shown(text)
         with self._lock, contextlib.suppress(*_LOST):
             if self._bars is None:
                 columns: list[Any] = [TextColumn("{task.description}", markup=False)]

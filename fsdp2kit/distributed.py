@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit import failures, status, torchrun
+from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import all_gather_single, sharded_where_it_lies, timeout_of
 from fsdp2kit.tracebacks import write_traceback
@@ -259,7 +260,7 @@ def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False
         alone: the other ranks do not call this. They are told.
     """
     if is_main_process():
-        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+        show(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 1:

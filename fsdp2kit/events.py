@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit import status
+from fsdp2kit.files import load_json, open_own, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ _MARK = "warning: "
 def began(run_dir: Path) -> float | None:
     """Seconds since 1970 at which a run first started; None before its first start, or where that cannot be read."""
     try:
-        with (run_dir / "events.jsonl").open(encoding="utf-8") as file:
-            return float(json.loads(file.readline())["time"])
-    except (OSError, ValueError, TypeError, KeyError):
+        with open_regular(run_dir / "events.jsonl") as file:
+            return float(load_json(file.readline())["time"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
@@ -81,7 +82,7 @@ class Events:
         with self._lock:
             waiting, self._waiting, self._start = self._waiting or [], None, start
             try:
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self._file = open_own(path, os.O_RDWR | os.O_APPEND)
                 size = os.fstat(self._file).st_size
                 self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # killed in mid-line
             except OSError as error:

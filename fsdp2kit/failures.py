@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp2kit import status
+from fsdp2kit.console import show
 from fsdp2kit.diagnosis import AGAIN, DONE, LOST, Diagnosis, Report
 from fsdp2kit.status import Position
 from fsdp2kit.torch_compat import nccl_error
@@ -188,7 +189,7 @@ class Watch:
     def _warn(self, number: int) -> None:
         is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
         if is_first and (line := self._diagnosis().find(str(status.position()), None)):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+            show(f"warning: {line}", file=sys.stderr, flush=True)
             self._store.add(_WARNINGS, 1)
 
     def _keep_stack(self) -> None:
@@ -201,7 +202,7 @@ class Watch:
         """Print the line, and end this process unless it ends by itself."""
         with suppress(RuntimeError, OSError):  # the store has ended with rank 0
             if line := self._take_line():
-                print(f"error: {line}", file=sys.stderr, flush=True)
+                show(f"error: {line}", file=sys.stderr, flush=True)
                 write_traceback(f"error: {line}")
         if self._over.wait(_GRACE_SECONDS) or self._ends_by_itself():
             return
@@ -241,7 +242,7 @@ def end_failed(error: Exception) -> int:
     write_traceback("".join(traceback.format_exception(error)))
     if _watch is None:
         raise error
-    traceback.print_exception(error)
+    show("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     sys.stderr.flush()
     _watch.announce(error)
     return 1
@@ -251,7 +252,7 @@ def end_lost(error: Exception) -> NoReturn:
     """End after a collective that failed because of another rank: one line a host, and exit code 1."""
     if _watch is None:
         what = "another rank has ended, or has not answered within run.timeout_minutes"
-        print(f"error: {what}; what follows is not the cause", file=sys.stderr)
+        show(f"error: {what}; what follows is not the cause", file=sys.stderr)
         raise error
     _ignore_sigterm()
     _explain_and_end(_watch, error)
@@ -278,9 +279,9 @@ def _explain_and_end(watch: Watch, error: Exception, text: str = "") -> NoReturn
     _ending.acquire()  # and never released
     text = text or "".join(traceback.format_exception(error))
     if not write_traceback(text):
-        print(text, file=sys.stderr)
+        show(text, file=sys.stderr)
     if line := watch.explain(error):
-        print(f"error: {line}", file=sys.stderr)
+        show(f"error: {line}", file=sys.stderr)
         write_traceback(f"error: {line}")
     sys.stdout.flush()
     sys.stderr.flush()

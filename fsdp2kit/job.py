@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -36,20 +35,20 @@ from fsdp2kit.console import heard_by, say
 from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.events import Events, changes, flat
-from fsdp2kit.files import replace_file
+from fsdp2kit.files import load_json, open_own, read_json_object, read_regular, read_text, replace_file
 from fsdp2kit.hosts import check_hosts
 from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
+from fsdp2kit.redaction import cleaned, without_secrets
 
 logger = logging.getLogger(__name__)
 
 # Errors of fcntl if another process has the lock; any other error means that the file system has no locks.
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 
-_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)$", re.IGNORECASE)
-_URL_USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_SHORTEST_SECRET = 8  # shorter values ("true", "0") would match ordinary text
-_HIDDEN = "***"
+# What a run adds to and what it replaces in its directory, where others may have put links and pipes.
+_ADDED_TO = (".lock", "events.jsonl", "metrics.jsonl", "samples.jsonl")
+_REPLACED = ("config.toml", "environment.json")
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _put_back_if_refused(path: Path, *, start: int) -> Callable[..., None]:
     A first start, which has none before it, keeps its own.
     """
     config, environment = path / "config.toml", path / "environment.json"
-    before = environment.read_bytes() if environment.is_file() else None
+    before = read_regular(environment) if environment.is_file() else None
     kept = set(path.glob("config.*.toml"))
 
     def put_back(_kind: Any, error: BaseException | None, _traceback: Any) -> None:
@@ -166,7 +165,7 @@ def _put_back_if_refused(path: Path, *, start: int) -> Callable[..., None]:
         with contextlib.suppress(OSError, ValueError):  # the refusal is what the user must see
             for file in set(path.glob("config.*.toml")) - kept:
                 file.replace(config)
-            record = {**json.loads(before), "start": start}  # numbers of starts are not used twice
+            record = {**load_json(before), "start": start}  # numbers of starts are not used twice
             replace_file(environment, json.dumps(record, indent=2) + "\n")
 
     return put_back
@@ -182,7 +181,8 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
     path = Path(path)
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        _check_written(path)
+        handle = open_own(path / ".lock", os.O_RDWR)
     try:
         # POSIX locks, not flock: children do not inherit them, and over NFS they hold between machines.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,14 +201,24 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _check_written(path: Path) -> None:
+    """Refuse a run directory where something else is in the place of a file that the run writes."""
+    for name in (*_ADDED_TO, *_REPLACED):
+        file = path / name
+        is_link = name in _ADDED_TO and file.is_symlink()
+        if is_link or (file.exists() and not file.is_file()):
+            what = f"{file} cannot be written to: it is {'a link' if is_link else 'no regular file'}"
+            raise UserError("run.dir", what, "remove it, or choose another run.dir")
+
+
 def begin_start(path: Path) -> int:
     """The number of this start of a run, from 1.
 
     Tracebacks and NCCL's records of the start before move to ``errors/start-<number>/``.
     """
     try:
-        before = int(json.loads((path / "environment.json").read_bytes())["start"])
-    except (OSError, ValueError, KeyError, TypeError):  # the first start
+        before = int(read_json_object(path / "environment.json")["start"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):  # the first start
         before = 0
     errors = path / "errors"
     with _writing(path):
@@ -229,17 +239,17 @@ def write_record(path: str | Path, *, config_text: str, environment: Mapping[str
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
         config, text = path / "config.toml", without_secrets(config_text)
-        if not config.exists() or config.read_bytes() != text.encode():
+        if not config.exists() or read_regular(config) != text.encode():
             if config.exists():
                 config.rename(free_path(path, "config", ".toml", first=1))
             replace_file(config, text)
-        replace_file(path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+        replace_file(path / "environment.json", json.dumps(cleaned(environment), indent=2, default=str) + "\n")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """`_flat_config` of a run directory's ``config.toml``; {} without one."""
     try:
-        return _flat_config((path / "config.toml").read_text(encoding="utf-8"))
+        return _flat_config(read_text(path / "config.toml"))
     except (OSError, ValueError):
         return {}
 
@@ -258,7 +268,7 @@ def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[st
     """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "command": shlex.join(map(without_secrets, sys.orig_argv)),
+        "command": without_secrets(shlex.join(map(without_secrets, sys.orig_argv))),
         "versions": {
             "fsdp2kit": fsdp2kit.__version__,
             "python": platform.python_version(),
@@ -270,14 +280,6 @@ def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[st
         "mesh": dict(mesh),
         "git": _git_state(),
     }
-
-
-def without_secrets(text: str) -> str:
-    """Text with ``***`` for user names in URLs and for the values of variables like ``HF_TOKEN`` in this process."""
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, _HIDDEN)
-    return _URL_USER.sub(f"{_HIDDEN}@", text)
 
 
 def free_path(folder: Path, stem: str, suffix: str, *, first: int) -> Path:
@@ -302,7 +304,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _owner(handle: int) -> str:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        found = load_json(os.pread(handle, 4096, 0))
         return f"process {found['pid']} on {found['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not yet written its name
         return "another process"

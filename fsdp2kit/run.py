@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -30,9 +29,10 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config import load_config as validate
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
-from fsdp2kit.console import counted
+from fsdp2kit.console import begin_output, counted, show
 from fsdp2kit.errors import KnownFailure, UserError, nearest
 from fsdp2kit.files import bundled_folder as bundled_folder
+from fsdp2kit.files import load_json, read_regular
 from fsdp2kit.profile_request import noting_sigusr2
 from fsdp2kit.tracebacks import write_traceback
 
@@ -127,12 +127,13 @@ def _finished(config: TrainingConfig) -> Finished:
     with distributed.agreement():
         path = directory / "metrics.jsonl"
         if distributed.rank() == 0 and path.is_file():  # a recipe of one's own may log nothing
-            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            records = [load_json(line) for line in read_regular(path).splitlines()]
     return Finished(directory, distributed.gather_objects(records)[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe as a TOML says, or only check the TOML. Returns the exit code."""
+    begin_output()
     options = _parse(arguments)
     if options.check:
         return _check(options.toml, options.overrides, options.world_size)
@@ -145,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KnownFailure as failure:
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        show("interrupted", file=sys.stderr)
         return 130
     except Exception as failure:
         if distributed.is_lost_rank(failure):
@@ -199,7 +200,7 @@ def load(toml: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tupl
 def _say(line: str) -> None:
     """Print a line once a job; to stderr, since tools print results."""
     if distributed.is_main_process():
-        print(line, file=sys.stderr)
+        show(line, file=sys.stderr)
 
 
 def find_toml(name: str) -> Path:
@@ -341,11 +342,11 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
 
             lines, unchecked = check_offline(config, sizes, local_world_size=local_world_size)
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        show(f"error: {problem}", file=sys.stderr)
         return 2
-    print(f"ok: {toml} on {counted(world_size, 'rank')}{note}, checked in {time.perf_counter() - started:.1f} s")
-    print(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
-    print("weights and memory unchecked: the start reads and takes them")
+    show(f"ok: {toml} on {counted(world_size, 'rank')}{note}, checked in {time.perf_counter() - started:.1f} s")
+    show(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
+    show("weights and memory unchecked: the start reads and takes them")
     return 0
 
 

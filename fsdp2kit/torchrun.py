@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import fsdp2kit
+from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure
 
 _ADDRESS = "fsdp2kit/store"
@@ -52,7 +53,7 @@ def _watch() -> None:
         if is_gone():
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 what = f"process {fsdp2kit.PARENT} has ended before training began"
-                print(f"error: torchrun: {what}; start the run again", file=sys.stderr, flush=True)
+                show(f"error: torchrun: {what}; start the run again", file=sys.stderr, flush=True)
             os._exit(1)
 
 

@@ -8,6 +8,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fsdp2kit import status
+from fsdp2kit.files import open_own
+from fsdp2kit.redaction import without_secrets
 
 _folder: Path | None = None
 
@@ -36,14 +38,20 @@ def keep_nowhere() -> None:
 
 
 def write_traceback(text: str) -> bool:
-    """Append a text to this rank's file in ``errors/``; False without a run directory, or if the disk refuses."""
+    """Append a text, without secrets, to this rank's file in ``errors/``.
+
+    Returns:
+        False without a run directory, or if the disk refuses.
+    """
     if _folder is None:
         return False
     now, rank = datetime.now(timezone.utc).isoformat(timespec="seconds"), int(os.environ.get("RANK", "0"))
     try:
         _folder.mkdir(parents=True, exist_ok=True)
-        with (_folder / f"rank-{rank}.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{now} rank {rank} on {platform.node()}, {status.position()}\n{text}\n")
+        handle = open_own(_folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace") as file:
+            position = f"rank {rank} on {platform.node()}, {status.position()}"
+            file.write(f"{now} {position}\n{without_secrets(text)}\n")
     except OSError:
         return False
     return True

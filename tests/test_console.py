@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.table import Table
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit import console
@@ -21,7 +26,7 @@ from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
-from fsdp2kit.console import Bar, Line, progress_bar, say
+from fsdp2kit.console import Bar, Line, progress_bar, rich_console, say, show, visible
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.model.build import build_model, materialize
@@ -251,3 +256,123 @@ def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
     assert code == 2
     assert out.startswith("mesh on 1 node: "), "the plan is printed before the data is read"
     assert "broken.jsonl:1" in err
+
+
+def stream_of(encoding: str) -> tuple[io.BytesIO, io.TextIOWrapper]:
+    raw = io.BytesIO()
+    return raw, io.TextIOWrapper(raw, encoding=encoding, errors="strict")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "koi8-r", "utf-8", "utf-16"])
+def test_no_encoding_loses_a_line(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    raw, stream = stream_of(encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    say("mesh 2 × 4 … → done", "中 \U0001f600 \udcff é")
+    show("a file of bytes: \udc9b", 3, sep=" · ", end="!\n")
+    stream.flush()
+    lines = raw.getvalue().decode(encoding).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("mesh 2 ")
+    if encoding == "ascii":
+        assert lines == [
+            "mesh 2 x 4 ... -> done",
+            "\\u4e2d \\U0001f600 \\udcff \\xe9",
+            "a file of bytes: \\udc9b - 3!",
+        ]
+    if encoding == "utf-8":
+        assert lines[:2] == ["mesh 2 × 4 … → done", "中 \U0001f600 \\udcff é"]
+
+
+CONTROL = "a\x1b]0;title\x07b\rc\x9b31md\x00\x7f\u202ee\u2066\x08"
+CONTROL_SHOWN = "a\\x1b]0;title\\x07b\\x0dc\\x9b31md\\x00\\x7f\\u202ee\\u2066\\x08"
+
+
+def test_control_characters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert visible(CONTROL) == CONTROL_SHOWN
+    assert visible("two\nlines\tand a tab, ümlaut, שלום, 👩‍👧") == "two\nlines\tand a tab, ümlaut, שלום, 👩‍👧"
+    say(CONTROL)
+    show(CONTROL, CONTROL, is_data=True)
+    show(CONTROL, file=sys.stderr)
+    said = capsys.readouterr()
+    assert said.out == f"{CONTROL_SHOWN}\n{CONTROL_SHOWN} {CONTROL_SHOWN}\n"
+    assert said.err == f"{CONTROL_SHOWN}\n"
+
+
+def test_tables_show_control_characters_and_keep_their_colours() -> None:
+    file = io.StringIO()
+    console = rich_console(file=file, force_terminal=True, color_system="standard", width=60)
+    table = Table(title=f"title {CONTROL}")
+    table.add_column("name")
+    table.add_row(Text("x\x1b[31mred\x1b[0m \x9b", style="green"))
+    console.print(table, "and \x1b[2J text", markup=False, highlight=False)
+    text = file.getvalue()
+    assert "\x1b[32mx\\x1b[31mred\\x1b[0m \\x9b" in text
+    assert "\\x1b[2J" in text
+    assert "\x1b[2J" not in text
+    assert "\x1b[31m" not in text
+    assert "\x1b]0" not in text
+    assert "\u202e" not in text
+
+
+def test_a_bar_shows_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = open_terminal(monkeypatch)
+    with progress_bar("reading \x1b]0;x\x07 …", total=10) as bar:
+        bar.advance(5)
+        time.sleep(0.05)
+        say("line \x1b[2J")
+    text = shown.getvalue()
+    assert "\\x1b]0;x\\x07" in text
+    assert "line \\x1b[2J" in text
+    assert "\x1b]0;x" not in text
+    assert "\x1b[2J" not in text
+
+
+def test_secrets_are_not_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    say("rollouts of http://me:pw@host:8000", "hf_abcdefgh")
+    show("error: https://h/x?token=abc", file=sys.stderr)
+    show("a row: api_key=abcdefgh", is_data=True)
+    said = capsys.readouterr()
+    assert said.out == "rollouts of http://***@host:8000\n***\na row: api_key=abcdefgh\n"
+    assert said.err == "error: https://h/x?token=***\n"
+
+
+PRINTS = r"""
+import logging, sys, threading, warnings
+from fsdp2kit.console import begin_output
+begin_output()
+print("plain … é \udcff")
+logging.getLogger("fsdp2kit.x").warning("%s", "warned \x1b[31m of https://me:pw@host")
+thread = threading.Thread(target=lambda: 1 / 0, name="a\x1b[2J")
+thread.start()
+thread.join()
+raise ValueError("raised \x1b]0;x\x07 at https://me:pw@host …")
+"""
+
+
+def test_what_python_prints_itself_is_shown_alike() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stdout == b"plain ... \\xe9 \\udcff\n"
+    said = done.stderr.decode("ascii")
+    assert "\x1b" not in said
+    assert "pw@" not in said
+    assert "warned \\x1b[31m of https://***@host\n" in said
+    assert "Exception in thread a\\x1b[2J:\nTraceback" in said
+    assert said.endswith("ValueError: raised \\x1b]0;x\\x07 at https://***@host ...\n")
+
+
+def test_nothing_prints_past_the_console() -> None:
+    """`print` and rich's own console know neither control characters nor secrets nor the stream's encoding."""
+    root = Path(console.__file__).parent
+    files = [*root.rglob("*.py"), *(root.parent / "tools").glob("*.py"), *(root.parent / "recipes").glob("*.py")]
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if name in ("print", "Console") and path.name != "console.py":
+                found.append(f"{path}:{node.lineno}: {name}")
+    # A console that writes no more than its record, and the class of that name for metrics.
+    allowed = ("planner/report.py", "train/metrics.py")
+    assert not [one for one in found if not any(name in one for name in allowed)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,13 @@ def test_warnings_are_still_printed(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err == "look out\n"
 
 
-def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fsdp2kit.events.os.write", refuse)
     events = Events(is_kept=True)
     events.open_in(tmp_path, start=1)
     for step in (1, 2):

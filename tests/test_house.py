@@ -21,6 +21,7 @@ FACE = PACKAGE / "__init__.py"  # names everything, and imports it when it is us
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
     "errors": 0,
+    "redaction": 0,
     "command_line": 0,
     "files": 0,
     "distributed": 0,
@@ -60,6 +61,7 @@ RANKS = {
 }
 TOP_FILES = {
     "errors",
+    "redaction",
     "command_line",
     "files",
     "distributed",

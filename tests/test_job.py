@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2kit import distributed
+from fsdp2kit import distributed, tracebacks
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, without_secrets, write_record
+from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, write_record
+from fsdp2kit.redaction import without_secrets
 from tests.workers import WorkerPool
 
 HOLD = """
@@ -189,3 +191,65 @@ def test_starts_are_counted_and_errors_of_the_start_before_are_kept(tmp_path: Pa
         assert begin_start(tmp_path) == 2
         assert sorted(path.name for path in (tmp_path / "errors" / "start-1").iterdir()) == kept
         assert not (tmp_path / "errors" / name).exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "events.jsonl", "metrics.jsonl", "samples.jsonl"])
+def test_links_that_others_put_into_a_run_directory_are_not_followed(tmp_path: Path, name: str) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("theirs")
+    run_dir.mkdir()
+    (run_dir / name).symlink_to(victim)
+    said = rf"run\.dir: .*{re.escape(name)} cannot be written to: it is a link; remove it"
+    with pytest.raises(UserError, match=said), lock_run_dir(run_dir):
+        pass
+    assert victim.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", [".environment.json.tmp", ".config.toml.tmp", "config.toml", "environment.json"])
+def test_links_are_replaced_and_not_written_through(tmp_path: Path, name: str) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("theirs = 1")
+    run_dir.mkdir()
+    (run_dir / name).symlink_to(victim)
+    with lock_run_dir(run_dir):
+        write_record(run_dir, config_text="ours = 1\n", environment={"n": 1})
+    assert victim.read_text() == "theirs = 1"
+    assert (run_dir / "config.toml").read_text() == "ours = 1\n"
+    assert json.loads((run_dir / "environment.json").read_text()) == {"n": 1}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [".lock", "config.toml", "environment.json", "events.jsonl", "metrics.jsonl"])
+def test_pipes_in_a_run_directory_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="cannot be written to: it is no regular file"), lock_run_dir(tmp_path):
+        pass
+
+
+def test_secrets_of_the_command_and_the_environment_are_blanked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["python", "-m", "fsdp2kit.run", "x.toml", "rollout.url=http://user:pw@host:8000", "--api-key", "k1234567"]
+    monkeypatch.setattr("sys.orig_argv", argv)
+    found = describe_environment(world_size=1, mesh={"dp": 1})
+    contents = {"data": {"digest": "https://h/x?X-Amz-Signature=abcd", "rows": 3}}
+    write_record(tmp_path, config_text="", environment={**found, "contents": contents})
+    text = (tmp_path / "environment.json").read_text()
+    assert "pw@" not in text
+    assert "k1234567" not in text
+    assert "Signature=***" in text
+
+
+def test_tracebacks_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    tracebacks.keep_in(tmp_path / "errors")
+    try:
+        assert tracebacks.write_traceback("RuntimeError: 401 for https://me:pw55@host/x with hf_abcdefgh\udcff")
+        (tmp_path / "errors" / "rank-1.txt").symlink_to(tmp_path / "victim")
+        monkeypatch.setenv("RANK", "1")
+        assert not tracebacks.write_traceback("x")
+    finally:
+        tracebacks.keep_nowhere()
+    text = (tmp_path / "errors" / "rank-0.txt").read_text()
+    assert "https://***@host/x with ***" in text
+    assert not (tmp_path / "victim").exists()

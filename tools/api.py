@@ -17,6 +17,7 @@ from typing import Any
 
 import fsdp2kit
 from fsdp2kit.command_line import in_one_line
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, importing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = page()
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print(f"{PAGE} is out of date: run make schema" if options.check else f"wrote {PAGE}")
+    show(f"{PAGE} is out of date: run make schema" if options.check else f"wrote {PAGE}")
     if not options.check:
         PAGE.write_text(text, encoding="utf-8")
     return 1 if options.check else 0

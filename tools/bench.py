@@ -36,6 +36,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from fsdp2kit.command_line import new_figure, positive, user_path, write_figure
+from fsdp2kit.console import begin_output, show
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
@@ -63,16 +64,17 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 where a comparison is void, 2 after a user's mistake."""
+    begin_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words in ([], ["-h"], ["--help"]):
-        print(__doc__)
+        show(__doc__)
         return 0
     name = "peers" if words[0].startswith("-") else words.pop(0)
     if name == "report" and len(words) == 1:
-        print("\n".join(report_lines(user_path(words[0]))))
+        show("\n".join(report_lines(user_path(words[0]))))
         return 0
     if name not in COMMANDS:
-        print(f"error: {name!r} is none of {', '.join(COMMANDS)}, report FOLDER", file=sys.stderr)
+        show(f"error: {name!r} is none of {', '.join(COMMANDS)}, report FOLDER", file=sys.stderr)
         return 2
     # Set before transformers is imported: a benchmark never waits for a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -104,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as problem:
         leave(problem)
     if is_main_process():
-        print(json.dumps(result) if given["json"] else "\n".join(result_lines(result)))
+        show(json.dumps(result) if given["json"] else "\n".join(result_lines(result)))
     stop()
     return 0 if all(result.get("checks", {}).values()) else 1
 

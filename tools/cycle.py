@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from fsdp2kit.command_line import in_one_line, new_figure, user_path, write_figure
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, pip_install
 
 COLORS = {
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     records = read_records(options.run_dir)
     seconds, memory = cycle_of(records)
     for name, value in seconds.items():
-        print(f"{name:<10}{value:8.3f} s{memory.get(name, 0.0):10.2f} GiB")
+        show(f"{name:<10}{value:8.3f} s{memory.get(name, 0.0):10.2f} GiB")
     write_png(records, seconds, memory, options.png)
     return 0
 

@@ -13,6 +13,7 @@ from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.command_line import in_one_line
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME
 
@@ -35,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         config_dir=options.config,
         merge=options.merge or False,
     )
-    print(f"{out}: written")
+    show(f"{out}: written")
     if options.verify:
-        print(compare_logits(checkpoint, out))
+        show(compare_logits(checkpoint, out))
     return 0
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import bundled_folder
 
@@ -25,13 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.page is None:
         width = max(map(len, pages))
         for name, path in pages.items():
-            print(f"{name:<{width}}  {_title(path)}")
+            show(f"{name:<{width}}  {_title(path)}")
         return 0
     name = Path(options.page).name.removesuffix(".md").replace("-", "_")  # as a page or a message names it
     if name not in pages:
         todo = did_you_mean(name, pages, otherwise="`fsdp2kit docs` lists the pages")
         raise UserError(f"docs {options.page}", "there is no such page", todo)
-    print(pages[name].read_text(encoding="utf-8"), end="")
+    show(pages[name].read_text(encoding="utf-8"), end="", is_data=True)
     return 0
 
 

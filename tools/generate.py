@@ -15,6 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, logging
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.adapters import CONFIG_NAME
 from fsdp2kit.model.text_part import load_whole
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         output = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        print(f"> {question}\n{answer.strip()}")
+        show(f"> {question}\n{answer.strip()}", is_data=True)
     return 0
 
 

@@ -13,6 +13,7 @@ from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 
@@ -37,9 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--config", f"{source} is a Hugging Face directory with a config of its own", "leave it out")
     else:
         hf_to_dcp(source, out)
-    print(f"{out}: written")
+    show(f"{out}: written")
     if options.verify:
-        print(compare_logits(out, source))
+        show(compare_logits(out, source))
     return 0
 
 

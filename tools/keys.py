@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line
 from fsdp2kit.config.keys import Key, Reference, Schema, read_keys
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import bundled_folder
 
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if is_search:
         keys = _found(reference, options.words)
     if options.json:
-        print(json.dumps([key.as_json() for key in keys or reference.keys], ensure_ascii=False))
+        show(json.dumps([key.as_json() for key in keys or reference.keys]), is_data=True)
     elif not options.words:
         _print_sections(reference)
     elif not is_search and name.strip("[]") == keys[0].name:
@@ -44,13 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
             if key.name == keys[0].name:
                 _print_whole(key, reference)
         if inside := [key for key in keys if key.name != keys[0].name]:
-            print()
+            show()
             _print_lines(inside, reference)
     else:
         shallow = [key for key in keys if key.name.count(".") <= _DEEPEST]
         _print_lines(keys[:_MOST] if is_search else shallow or keys, reference)
         if is_search and len(keys) > _MOST:
-            print(f"and {len(keys) - _MOST} more; give more words")
+            show(f"and {len(keys) - _MOST} more; give more words")
     return 0
 
 
@@ -74,11 +75,11 @@ def _print_sections(reference: Reference) -> None:
     width = max(map(len, names.values()))
     for key in reference.keys:
         if not key.section and key.name not in names:
-            print(_cut(f"{key.name:<{width}}  {key.doc}"))
+            show(_cut(f"{key.name:<{width}}  {key.doc}"))
     for name, shown in names.items():
         recipes = {recipe for key in reference.find(name) for recipe in key.recipes}
-        print(_cut(f"{shown:<{width}}  {reference.sections[name]}{_only(sorted(recipes), reference)}"))
-    print('\nfsdp2kit keys SECTION: its keys; SECTION.KEY: all about one; "held-out data": search by words')
+        show(_cut(f"{shown:<{width}}  {reference.sections[name]}{_only(sorted(recipes), reference)}"))
+    show('\nfsdp2kit keys SECTION: its keys; SECTION.KEY: all about one; "held-out data": search by words')
 
 
 def _print_lines(keys: Sequence[Key], reference: Reference) -> None:
@@ -92,17 +93,17 @@ def _print_lines(keys: Sequence[Key], reference: Reference) -> None:
         alike = [one for one in keys if (one.name, one.variant) == (name, variant)]
         note = f" ({variant})" if variant else ""
         note += " (differs by recipe)" if len(alike) > 1 else _only(key.recipes, reference)
-        print(_cut(f"{name:<{names}}  {key.default:<{defaults}}  {_sentence(key.doc)}{note}"))
+        show(_cut(f"{name:<{names}}  {key.default:<{defaults}}  {_sentence(key.doc)}{note}"))
 
 
 def _print_whole(key: Key, reference: Reference) -> None:
-    print(f"{key.name}{_only(key.recipes, reference)}")
+    show(f"{key.name}{_only(key.recipes, reference)}")
     parts = {"type": key.type, "default": key.default, "only with": key.variant and f"{key.section}.{key.variant}"}
     for name, value in parts.items():
         if value:
-            print(f"  {name}: {value}")
+            show(f"  {name}: {value}")
     width = min(shutil.get_terminal_size((110, 1)).columns, 110)
-    print(textwrap.fill(key.doc, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    show(textwrap.fill(key.doc, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _only(recipes: Sequence[str], reference: Reference) -> str:

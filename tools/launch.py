@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, did_you_mean
+from fsdp2kit.redaction import holds_secret
 
 FOLDER = Path(__file__).resolve().parent / "launch"
 _SUBMIT = {
@@ -79,19 +81,22 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--time", what, "give one as 24:00:00 or 2-00:00:00 for slurm, and none for others")
     if broken := next((each for each in options.overrides if "\n" in each), None):
         raise UserError(broken.partition("=")[0], "has a line break", "write it in the TOML")
+    if secret := next((each for each in options.overrides if holds_secret(each)), None):
+        what = "holds a secret, which a launch file would keep for all who read it"
+        raise UserError(secret.partition("=")[0], what, "write it in the TOML")
     _check_out(options.out, options.overwrite)
     if not _checked(options):
         return 2
     text, command = fill(options), _SUBMIT[options.kind][1]
     if options.out is None:
-        print(text, end="")
+        show(text, end="", is_data=True)
         return 0
     try:
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"{options.out} cannot be written: {error.strerror}"
         raise UserError("--out", what, "name a file in a folder that may be written to") from None
-    print(
+    show(
         f"wrote {options.out}; look at its two edits, then: {command} {shlex.quote(str(options.out))}", file=sys.stderr
     )
     return 0
@@ -148,9 +153,9 @@ def _checked(options: argparse.Namespace) -> bool:
             model, plan = plan_for(config, world_size=world_size, local_world_size=ranks)
             found = estimate(config, model, plan, device=device, local_world_size=ranks)
         except UserError as problem:  # no mistake: the check has passed
-            print(f"not planned: {problem}")
+            show(f"not planned: {problem}")
         else:
-            print(*figures(found), sep="\n")
+            show(*figures(found), sep="\n")
     return True
 
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.translate import translate
 
@@ -33,13 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--world-size", f"{options.world_size} is no number of processes", "give e.g. 8")
     given = {"world_size": options.world_size, "model": options.model, "data": options.data}
     found = translate(options.config, toml=toml, **given)
-    print(found.toml, end="")
+    show(found.toml, end="", is_data=True)
     for warning in found.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        show(f"warning: {warning}", file=sys.stderr)
     for field in found.unknown:
-        print(f"unknown, not translated: {field}", file=sys.stderr)
+        show(f"unknown, not translated: {field}", file=sys.stderr)
     environment = f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.world_size // found.nodes}"
-    print(f"check it: {environment} python -m fsdp2kit.run {toml} --check", file=sys.stderr)
+    show(f"check it: {environment} python -m fsdp2kit.run {toml} --check", file=sys.stderr)
     return 0
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.console import show
 from fsdp2kit.models_table import FAMILIES, MARK, decoder_types, row_of, table
 
 
@@ -23,13 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     for model_type in options.types:
         row = row_of(model_type)
         cells = {"not built": row} if isinstance(row, str) else row
-        print(f"{model_type}:", *(f"  {column}: {cell}" for column, cell in cells.items()), sep="\n")
+        show(f"{model_type}:", *(f"  {column}: {cell}" for column, cell in cells.items()), sep="\n")
     model_types = decoder_types() if options.all else FAMILIES
     if options.write is not None:
         text = Path(options.write).read_text(encoding="utf-8")
         Path(options.write).write_text(text[: text.index(MARK)] + MARK + table(model_types), encoding="utf-8")
     elif not options.types:
-        print(table(model_types), end="")
+        show(table(model_types), end="")
     return 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import counted
+from fsdp2kit.console import counted, show
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import bundled_folder, replace_file
 
@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         what = f"{out} cannot be written ({error.strerror})"
         raise UserError("--out", what, "name a file in a folder that may be written to") from None
     if warning:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(*lines, command, sep="\n")
+        show(f"warning: {warning}", file=sys.stderr)
+    show(*lines, command, sep="\n")
     return 0
 
 
@@ -85,10 +85,8 @@ def _new_recipe(arguments: list[str]) -> int:
     except OSError as error:
         what = f"{out} cannot be written ({error.strerror})"
         raise UserError("NAME", what, "start this in a folder that may be written to") from None
-    print(
-        f"wrote {out}, a copy of recipe {options.source}; change the line that builds what you want different, then:"
-    )
-    print(f"fsdp2kit run YOUR.toml recipe={name}")
+    show(f"wrote {out}, a copy of recipe {options.source}; change the line that builds what you want different, then:")
+    show(f"fsdp2kit run YOUR.toml recipe={name}")
     return 0
 
 

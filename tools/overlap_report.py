@@ -10,6 +10,7 @@ import json
 import sys
 
 from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.console import rich_console, show
 from fsdp2kit.errors import UserError, pip_install
 
 
@@ -25,8 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are named (10)")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     options = parser.parse_args(arguments)
-    from rich.console import Console
-
     from fsdp2kit.overlap.display import draw_timeline, renderables
     from fsdp2kit.overlap.report import build_report
     from fsdp2kit.overlap.trace import read_traces
@@ -46,13 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--step", f"{step} was not traced", f"one of {', '.join(map(str, numbers))}")
         draw_timeline(traces, step=step, out=options.png, title=f"{options.path} · step {step}")
     if options.json:
-        print(json.dumps(report.as_json(), ensure_ascii=False))
+        show(json.dumps(report.as_json()), is_data=True)
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = rich_console(width=None if sys.stdout.isatty() else 120)
     for part in renderables(report, most_units=options.units):
         console.print(part)
     if options.png is not None:
-        print(f"wrote {options.png}")
+        show(f"wrote {options.png}")
     return 0
 
 

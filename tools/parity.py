@@ -17,7 +17,6 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from fsdp2kit.console import begin_output, rich_console, show
 from fsdp2kit.distributed import end_process
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import load_and_start, parse_with_overrides
@@ -38,6 +38,7 @@ STYLES = {"ok": "green", "miss": "bold red", "refused": "yellow"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare, print the table, and return the exit code: 0, 1 after a miss, 2 after a user's mistake."""
+    begin_output()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("toml", help="the run to compare")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         distributed.leave(problem)
     if world.is_main:
         if options.json:
-            print(json.dumps([columns(row) for row in rows]))
+            show(json.dumps([columns(row) for row in rows]), is_data=True)
         else:
             print_table(rows)
     distributed.stop()
@@ -83,7 +84,7 @@ def print_table(rows: list[Row]) -> None:
         table.add_row(*variant, *(_cell(row, name) for name in COMPARED), verdict)
         if row.note:
             notes.append(f"{verdict} {', '.join(variant)}: {escape(row.note)}")
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = rich_console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
     counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in STYLES]
     for line in (*notes, ", ".join(counts)):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
-from fsdp2kit.console import counted
+from fsdp2kit.console import counted, rich_console, show
 from fsdp2kit.errors import UserError, pip_install
 
 _MOST = 2**20  # ranks, GiB
@@ -40,8 +40,6 @@ def _run(options: argparse.Namespace) -> int:
     _check_numbers_and_files(options)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
     with _without_collector():
-        from rich.console import Console
-
         from fsdp2kit.planner import report
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
@@ -79,9 +77,9 @@ def _run(options: argparse.Namespace) -> int:
     _write("--png", options.png, lambda: report.draw(found, title=title))
     _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *tables, *parts]).encode())
     if options.json:
-        print(json.dumps({"world_size": ranks, **report.as_json(found), **extra}, ensure_ascii=False))
+        show(json.dumps({"world_size": ranks, **report.as_json(found), **extra}), is_data=True)
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
+        console = rich_console(width=None if sys.stdout.isatty() else 140)
         for line in answers:
             console.print(line, soft_wrap=True)  # whole, to be copied
         console.print(f"{title}{note}", soft_wrap=True, markup=False)

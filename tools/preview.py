@@ -26,9 +26,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from fsdp2kit.command_line import check_replaces_its_like, in_one_line, row_numbers, user_path
 from fsdp2kit.config.data_checks import check_data
-from fsdp2kit.console import counted
+from fsdp2kit.console import counted, rich_console, show, visible
 from fsdp2kit.data.preview import Piece, Preview, Statistics, preview_data
 from fsdp2kit.errors import UserError
+from fsdp2kit.redaction import without_secrets
 from fsdp2kit.run import load, parse_with_overrides
 
 WIDTH = 110  # characters a line, where there is no terminal
@@ -51,21 +52,24 @@ def main(arguments: list[str] | None = None) -> int:
     check_replaces_its_like("--html", options.html)
     _, config = load(options.toml, options.overrides)
     check_data(config)
-    title = f"{options.toml} · {config.data.format} · {config.data.path or f'{len(config.data.sources)} sources'}"
+    path = config.data.path or f"{len(config.data.sources)} sources"
+    title = without_secrets(f"{options.toml} · {config.data.format} · {path}")
     preview = preview_data(config, rows=options.rows, title=title)
     if options.json:
-        print(json.dumps(asdict(preview), ensure_ascii=False))
+        show(json.dumps(asdict(preview)), is_data=True)
     elif options.html is not None:
-        page = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
+        page = rich_console(
+            file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor"
+        )
         print_preview(preview, page, most_tokens=options.tokens)
         try:
             page.save_html(str(options.html), theme=MONOKAI)
         except OSError as error:
             what = f"cannot be written ({error.strerror})"
             raise UserError(f"--html {options.html}", what, "give a file in a folder that is there") from None
-        print(f"wrote {options.html}")
+        show(f"wrote {options.html}")
     else:
-        print_preview(preview, Console(width=None if sys.stdout.isatty() else WIDTH), most_tokens=options.tokens)
+        print_preview(preview, rich_console(width=None if sys.stdout.isatty() else WIDTH), most_tokens=options.tokens)
     return 0
 
 
@@ -77,7 +81,7 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     """
     marks = _marks(preview, console)
     legend = _legend(marks)
-    console.print(Rule(Text(preview.title, style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
+    console.print(Rule(Text(visible(preview.title), style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
     for number, documents, padding in zip(preview.pack_numbers, preview.packs, preview.padding, strict=True):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
@@ -95,7 +99,7 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     if preview.choices:
         console.print(_choices(preview))
     if preview.warnings:
-        found = Text("\n").join(Text(f"• {text}") for text in preview.warnings)
+        found = Text("\n").join(Text(f"• {visible(without_secrets(text))}") for text in preview.warnings)
         console.print(Panel(found, title="look at this", title_align="left", border_style="bold red"))
     else:
         console.print(Text("Nothing suspicious was found.", style="green3"))
@@ -154,7 +158,7 @@ def _document(pieces: list[Piece], most_tokens: int, marks: tuple[str, str] | No
             size = max(1, len(shown) * most_tokens // piece.tokens // 2)
             left_out = f" […{piece.tokens - most_tokens:,} tokens…] "
             shown = shown[:size].rstrip() + left_out + shown[-size:].lstrip()
-        text.append(shown.replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.supervised][1])
+        text.append(visible(shown).replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.supervised][1])
     mark(False)
     text.rstrip()
     return text

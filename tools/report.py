@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError, pip_install
 from fsdp2kit.report.page import build_page, write_page
 from fsdp2kit.report.picture import write_picture
@@ -44,17 +45,17 @@ def main(arguments: list[str] | None = None) -> int:
     records = [read_run(run) for run in runs]
     out = options.out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     write_page(build_page(records), out, force=options.force)
-    print(f"wrote {out}")
+    show(f"wrote {out}")
     if options.png is not None:
         write_picture(records, options.png)
-        print(f"wrote {options.png}")
+        show(f"wrote {options.png}")
     return 0
 
 
 def follow(runs: list[Path], *, port: int) -> int:
     """Serve the page until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt), build_server(runs, port=port) as server:
-        print(f"{server.url} shows new steps as they come; Ctrl-C ends it", flush=True)
+        show(f"{server.url} shows new steps as they come; Ctrl-C ends it", flush=True)
         server.serve_forever()
     return 0
 

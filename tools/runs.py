@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
+from fsdp2kit.console import rich_console, show
 from fsdp2kit.report.runs import rows_of, table_of
 
 
@@ -27,12 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows = rows_of(options.folder, last=options.last)
     if options.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        show(json.dumps([asdict(row) for row in rows], indent=2), is_data=True)
         return 0
-    from rich.console import Console
-
     # A pipe has no width; rich would break lines at 80 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = rich_console() if sys.stdout.isatty() else rich_console(width=200)
     console.print(table_of(rows))
     return 0
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.command_line import in_one_line
+from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import bundled_folder, load_recipe
 
@@ -63,11 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     files = {recipe.with_suffix(".schema.json"): schema_of(recipe) for recipe in options.recipes}
     for path in files:
-        print(f"first line of a TOML beside it: #:schema ./{path.name}")
+        show(f"first line of a TOML beside it: #:schema ./{path.name}")
     files = files or schema_files(bundled_folder("toml"))
     stale = [path for path, text in files.items() if not (path.is_file() and is_current(path, text))]
     for path in stale:
-        print(f"{path} is out of date" if options.check else f"wrote {path}")
+        show(f"{path} is out of date" if options.check else f"wrote {path}")
         if not options.check:
             path.write_text(files[path], encoding="utf-8")
     return 1 if options.check and stale else 0

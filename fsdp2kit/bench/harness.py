@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2kit import distributed
+from fsdp2kit.console import show
 from fsdp2kit.distributed import World, gather_objects, is_main_process
 from fsdp2kit.job import describe_environment
 
@@ -170,7 +171,7 @@ def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int)
             step(name)
         order.reverse()
         if number % 10 == 0 and is_main_process():
-            print(f"{number} of {rounds} rounds", file=sys.stderr, flush=True)
+            show(f"{number} of {rounds} rounds", file=sys.stderr, flush=True)
 
 
 def task_rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import sys
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.command_line import in_one_line
+from fsdp2kit.console import show
 
 
 @in_one_line
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("verify", help="check the manifest, the sizes and the checksums of a checkpoint")
     command.add_argument("checkpoint", type=str, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
     options = parser.parse_args(arguments)
-    print(verify(to_path(options.checkpoint)))
+    show(verify(to_path(options.checkpoint)))
     return 0
 
 

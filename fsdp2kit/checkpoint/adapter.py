@@ -6,7 +6,6 @@ safetensors of the model that the adapter was trained on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fsdp2kit.checkpoint.manifest import Manifest
 from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import read_json_object
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
@@ -24,6 +24,7 @@ from fsdp2kit.model.expert_adapters import merge_experts
 from fsdp2kit.model.experts import UP, find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
+from fsdp2kit.redaction import without_secrets
 
 RECORD = ".fsdp2kit-export.json"
 
@@ -48,22 +49,34 @@ def check_same_base(directory: Path, weights: str) -> None:
         weights: the current model's weights, as in `run_identity`.
     """
     try:
-        trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
-    except (OSError, ValueError, AttributeError):
+        trained_on = read_json_object(directory / RECORD).get("base")
+    except (OSError, ValueError):
         trained_on = None  # not an export of ours; names and shapes are compared in any case
-    if trained_on is not None and trained_on != weights:
+    if trained_on is not None and trained_on != without_secrets(weights):
         what = f"{directory} was trained on another model than model.path is (its weights are {trained_on})"
         raise UserError("model.adapter", what, "give the model.path that it was trained on")
 
 
 def describe_base(directory: Path, path: str | None) -> list[str]:
     """A line where the config of an adapter that is not an export of ours names another model than ``model.path``."""
-    name = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    name = _base_of(directory)
     if not name or not path or (directory / RECORD).is_file() or Path(name).name == Path(path).name:
         return []
     return [
         f"warning: model.adapter: {directory} names {name} as its model, and model.path is {path}: are they the same?"
     ]
+
+
+def _base_of(directory: Path) -> str | None:
+    """The model that an adapter's config names; None if it names none."""
+    path = directory / CONFIG_NAME
+    try:
+        name = read_json_object(path).get("base_model_name_or_path")
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"base_model_name_or_path is {name!r}, not a text")
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"is not an adapter's config ({error})", "give the directory of one") from None
+    return name
 
 
 def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> Path:
@@ -72,7 +85,7 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
     Args:
         base: where it is now; None: where it was.
     """
-    name = json.loads((config_dir / CONFIG_NAME).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    name = _base_of(config_dir)
     if base is None and not name:
         raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
     found = find_hf_dir(str(base or name), key="--merge", with_weights=True)

@@ -17,7 +17,7 @@ from typing import Any
 from fsdp2kit.checkpoint.adapter import RECORD
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import replace_file, sha256, sync, sync_tree
+from fsdp2kit.files import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.assets import weights_digest
 
 
@@ -72,16 +72,16 @@ class ExportDirectory:
         digests = self.record().get("digests")
         if is_remote(self.path) or not isinstance(digests, dict):
             return []
-        present = {name: self.path / name for name in digests if (self.path / name).is_file()}
+        present = {name: self.path / name for name in filter(is_plain_name, digests) if (self.path / name).is_file()}
         return sorted(name for name, path in present.items() if _digest(path) != digests[name])
 
     def record(self) -> dict[str, Any]:
         """The record of the export that is there; empty where there is none that can be read."""
         try:
-            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
-            return record if isinstance(record["files"], list) else {}
-        except (OSError, ValueError, KeyError, TypeError):
+            record = read_json_object(self.path / RECORD)
+        except (OSError, ValueError):
             return {}
+        return record if isinstance(record.get("files"), list) else {}
 
     def begin(self, files: Iterable[str]) -> None:
         """Make `staging` empty; on an object store, take back the record of the export that is replaced.
@@ -146,8 +146,8 @@ class ExportDirectory:
         return f"uploaded to {found}"
 
     def _files(self) -> set[str]:
-        """The files that exports of ours wrote there, or were about to."""
-        return set(self.record().get("files", []))
+        """The files that exports of ours wrote there, or were about to; names that lead out of it are left out."""
+        return set(filter(is_plain_name, self.record().get("files", [])))
 
 
 def _digest(path: Path) -> str:

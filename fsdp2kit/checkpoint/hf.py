@@ -7,7 +7,6 @@ surrounds that: one rank runs `begin_export` before it, and `publish_export` onc
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_re
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sha256
+from fsdp2kit.files import read_json_object, sha256
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.assets import copy_assets
@@ -43,6 +42,7 @@ from fsdp2kit.model.expert_adapters import adapter_files
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
 from fsdp2kit.model.stored import INDEX_NAME, Carried
 from fsdp2kit.model.weights import open_pretrained
+from fsdp2kit.redaction import cleaned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -103,7 +103,7 @@ class ExportPlan:
             (folder / "config.json").unlink(missing_ok=True)
             shutil.copyfile(self.config_dir / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
             return
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(folder / "config.json")
         if self.carried is not None:
             self._write_index(folder)
             if dtype_of(config) != self.dtype:
@@ -240,7 +240,7 @@ def plan_export(
     if merge or not holds_adapter(config_dir):
         carried = find_carried(model, checkpoint, manifest, to_path(parts_dir) if parts_dir else base or config_dir)
     if merge and dtype is None:
-        dtype = dtype_of(json.loads((config_dir / "config.json").read_text(encoding="utf-8")))
+        dtype = dtype_of(read_json_object(config_dir / "config.json"))
         dtype = dtype or (carried and str(carried.dtype).removeprefix("torch."))
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
@@ -435,7 +435,7 @@ def publish_export(plan: ExportPlan) -> None:
             raise RunFailure(f"{path}: was not written, or not whole ({size} bytes are expected)")
     plan.out.check_replaceable()
     written = {*plan.files, *fill(plan.out.staging, plan.write_assets)}
-    facts = {
+    facts: dict[str, Any] = {
         "checkpoint": plan.checkpoint and str(plan.checkpoint),
         "step": plan.manifest.step if plan.manifest else None,
         "manifest": _manifest_digest(plan.checkpoint),
@@ -443,7 +443,7 @@ def publish_export(plan: ExportPlan) -> None:
         # By this an adapter recognises its model.
         **({"base": plan.manifest.identity.get("model.weights")} if plan.is_adapter and plan.manifest else {}),
     }
-    plan.out.publish(written, facts)
+    plan.out.publish(written, cleaned(facts))
 
 
 def _manifest_digest(checkpoint: Path | None) -> str | None:

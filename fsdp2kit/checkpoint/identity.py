@@ -18,10 +18,11 @@ from fsdp2kit.distributed import gather_objects, host_of
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.events import changes as settings_changes
 from fsdp2kit.events import flat
-from fsdp2kit.files import sha256
+from fsdp2kit.files import read_text, sha256
 from fsdp2kit.model.adapters import Adapter
 from fsdp2kit.model.assets import config_digest, weights_digest
 from fsdp2kit.model.build import ModelSource
+from fsdp2kit.redaction import cleaned
 
 
 def run_identity(
@@ -108,6 +109,9 @@ def check_same_run(
         contents_saved, contents: what was read then and now (`fsdp2kit.data.contents`), to say which rows differ.
         changed: what `changed_settings` found.
     """
+    # A manifest has no secrets; those of older versions had.
+    saved, current = cleaned(saved), cleaned(current)
+    contents_saved, contents = cleaned(contents_saved), cleaned(contents)
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
         if before != now:
@@ -166,9 +170,10 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
         config, environment: those of this start.
     """
     manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
-    settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    settings = tomli.loads(read_text(saved)) if saved.is_file() else {}
     settings = without_idle(settings, type(config))
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
+    before, now = cleaned(before), cleaned(now)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
     changed = [
@@ -176,7 +181,7 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
         for name in dict.fromkeys([*now, *before])
         if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
     ]
-    changed += changes(manifest.environment.get("contents", {}), environment.get("contents", {}))
+    changed += changes(cleaned(manifest.environment.get("contents", {})), cleaned(environment.get("contents", {})))
     return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
 
 

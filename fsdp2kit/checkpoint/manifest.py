@@ -8,31 +8,46 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
 
 from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import replace_file, sha256, sync_tree
+from fsdp2kit.files import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
 from fsdp2kit.progress import Progress
+from fsdp2kit.redaction import cleaned
+
+_T = TypeVar("_T")
 
 FORMAT = 1
 USE_ANOTHER = 'use another checkpoint, or let run.resume = "auto" find the newest complete one'
+
+
+def _inside(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r} does not name a file inside the checkpoint")
+    return name
+
+
+Inside = Annotated[str, AfterValidator(_inside)]
+"""The name of a file inside the checkpoint, relative to it."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
     """What a file must be: its size in bytes and the SHA-256 of its contents, in hex."""
 
-    size: int
-    sha256: str
+    size: NonNegativeInt
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint that is not a tensor."""
 
-    step: int
+    step: NonNegativeInt
     progress: dict[str, Any]
     """The fields of `fsdp2kit.progress.Progress`."""
     identity: dict[str, str]
@@ -41,13 +56,33 @@ class Manifest:
     """Each further name of a tied parameter → the name it is stored under."""
     export_dtype: str | None
     """Default dtype of a Hugging Face export."""
-    files: dict[str, FileRecord]
+    files: dict[Inside, FileRecord]
     """Every other file of the checkpoint, by its path relative to the checkpoint."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, mesh, devices, … of the run that wrote it."""
     kept_in_float32: dict[str, list[str]] = field(default_factory=dict)
     """Dtype of an export → tensors that stay in float32 in it; only of a model with code of its own."""
     format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A content in a manifest's environment, as `fsdp2kit.data.contents` has it."""
+
+    digest: str
+    rows: int | None
+    files: dict[str, str]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class _Environment:
+    """What is read of a manifest's environment."""
+
+    contents: dict[str, _Content] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
 
 
 def record_files(root: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
@@ -59,10 +94,14 @@ def record_files(root: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint: record the files that `manifest` does not list yet, sync all, write the manifest last."""
+    """Complete a checkpoint: record the files that `manifest` does not list yet, sync all, write the manifest last.
+
+    Secrets in its texts are left out.
+    """
     present = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
     others = record_files(checkpoint, [present[name] for name in present.keys() - manifest.files.keys()])
-    manifest = replace(manifest, files={**manifest.files, **others})
+    texts = {"identity": cleaned(manifest.identity), "environment": cleaned(manifest.environment)}
+    manifest = replace(manifest, files={**manifest.files, **others}, **texts)
     sync_tree(checkpoint)
     replace_file(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
@@ -82,13 +121,17 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
         raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
     path = checkpoint / MANIFEST
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        content = read_regular(path)
+        raw = load_json(content)
         if raw["format"] != FORMAT:
             what = f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}"
             raise UserError(str(path), what, "use the fsdp2kit that it was written by")
         known = {one.name: raw[one.name] for one in fields(Manifest)}
-        known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
-        return Manifest(**known)
+        manifest = _typed(Manifest, known)
+        _typed(_Environment, manifest.environment)
+        if manifest.progress.keys() == {field.name for field in fields(Progress)}:  # else of another version
+            _typed(Progress, manifest.progress)
+        return manifest
     except FileNotFoundError:
         todo = f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path"
         raise no_manifest(checkpoint, todo) from None
@@ -97,6 +140,15 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not a checkpoint's manifest ({type(error).__name__}: {error})"
         raise UserError(str(path), what, USE_ANOTHER) from error
+
+
+def _typed(kind: type[_T], value: dict[str, Any]) -> _T:
+    """A value of JSON as a dataclass; a ValueError says what in it has another type."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
@@ -116,13 +168,16 @@ def holds_best(checkpoint: Path, progress: Progress) -> bool:
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that every file is there with the size the manifest states, which costs no reading."""
+    """Check that every file is there, a regular one, with the size the manifest states; this reads none of it."""
     for name, record in manifest.files.items():
         path = checkpoint / name
         try:
             size = path.stat().st_size
+            is_regular = path.is_file()
         except OSError:
             raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
+        if not is_regular:
+            raise UserError(str(path), "is no regular file", USE_ANOTHER)
         if size != record.size:
             raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
 
@@ -150,7 +205,7 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
     with progress_bar(f"verifying {checkpoint.name}", total=sum(record.size for record in share.values())) as bar:
         for name, record in share.items():
             try:
-                digest = sha256(checkpoint / name, advance=bar.advance)
+                digest = sha256(checkpoint / name, advance=bar.advance, most=record.size)
             except OSError as error:
                 what = f"cannot be read ({error.strerror or error})"
                 raise UserError(str(checkpoint / name), what, USE_ANOTHER) from error

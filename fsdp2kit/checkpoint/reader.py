@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +35,7 @@ from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import host_of, local_part
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files import open_regular
 from fsdp2kit.torch_compat import FsspecReader
 
 BLOCK_BYTES = 1 << 24
@@ -157,13 +158,13 @@ def first_failure(error: BaseException) -> str:
 def _read_metadata(path: Path) -> Metadata:
     todo = "give the directory of a distributed checkpoint that you trust"
     try:
-        with path.open("rb") as stream, no_garbage_collection():
+        with open_regular(path) as stream, no_garbage_collection():
             metadata = _MetadataUnpickler(stream).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         # A relative path of a chunk must not lead out of the checkpoint.
         outside = {info.relative_path for info in metadata.storage_data.values()} - {
-            entry.name for entry in path.parent.iterdir()
+            entry.name for entry in path.parent.iterdir() if entry.is_file()
         }
     except FileNotFoundError:
         raise UserError(str(path), "is missing", todo) from None
@@ -282,8 +283,8 @@ class _Piece:
                     file.seek(self.offset)
                     archive: _Stream = io.BytesIO(file.read(self.length))
                 else:
-                    raw = stack.enter_context(self.path.open("rb", buffering=0))
-                    archive = io.BufferedReader(_Window(raw, self.offset, self.length))
+                    buffered = cast(io.BufferedReader, stack.enter_context(open_regular(self.path)))
+                    archive = io.BufferedReader(_Window(buffered.raw, self.offset, self.length))
                 stream = self._at_first_byte(archive)
             except Exception as error:  # a damaged archive may raise nearly anything
                 raise RunFailure(f"{self.path}: cannot be read: {first_failure(error)}") from error
@@ -324,7 +325,7 @@ def _data_start(archive: _Stream) -> int | None:
 class _Window(io.RawIOBase):
     """A part of a file, as a file of its own."""
 
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+    def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
 
     def readable(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, cast
 from upath import UPath
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sync
+from fsdp2kit.files import open_regular, sync
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ def in_use(checkpoint: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not is_remote(checkpoint):  # an object store has no locks
             with contextlib.suppress(OSError):
-                stream = stack.enter_context((checkpoint / MANIFEST).open("rb"))
+                stream = stack.enter_context(open_regular(checkpoint / MANIFEST))
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
 

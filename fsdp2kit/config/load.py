@@ -65,13 +65,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
+        return tomli.loads(text)
     except FileNotFoundError:
         raise UserError(str(path), "no such file", "check the path of the TOML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error})", "check the file and its permissions") from None
+    except RecursionError:
+        raise UserError(str(path), "not valid TOML: it is nested too deep", "write flatter values") from None
     except tomli.TOMLDecodeError as error:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text.splitlines()
         found = re.search(r"line (\d+)", str(error))
         todo = _advise_on_line(lines[int(found[1]) - 1]) if found and int(found[1]) <= len(lines) else "mend that line"
         if path.suffix == ".jsonl":
@@ -184,6 +187,8 @@ def parse_override(override: str) -> tuple[list[str], Any]:
         raise UserError(f"override {override!r}", "not of the form section.key=value", "write e.g. train.steps=100")
     try:
         return path, tomli.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise UserError(f"override {key}", "its value is nested too deep", "write a flatter value") from None
     except tomli.TOMLDecodeError:
         return path, text.strip()
 

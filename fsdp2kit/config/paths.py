@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError, nearest, tool_command
+from fsdp2kit.files import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
 
@@ -136,6 +136,6 @@ def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None, str]]:
 
 def _is_hf_config(path: Path) -> bool:
     try:
-        return "model_type" in json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "model_type" in read_json_object(path)
+    except (OSError, ValueError):
         return False

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp2kit.console import show
 from fsdp2kit.distributed import is_main_process
 from fsdp2kit.errors import UserError
 
@@ -79,7 +80,7 @@ def _replacement(cache: Path, why: str, run_dir: Path | None) -> Path:
         # In a shared temporary folder, another user may have made this folder and put tokens into it.
         if _refusal(folder) is None and (folder.parent == run_dir or folder.stat().st_uid == os.getuid()):
             if is_main_process():
-                print(f"the cache {cache} cannot be written ({why}): {folder} is used; {_TODO}", file=sys.stderr)
+                show(f"the cache {cache} cannot be written ({why}): {folder} is used; {_TODO}", file=sys.stderr)
             return folder
     raise UserError(f"the cache {cache}", f"cannot be written ({why})", _TODO)
 

@@ -111,6 +111,9 @@ class Template:
         except TemplateSyntaxError as error:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which Jinja compiles to
+            what = f"the chat template cannot be run ({type(error).__name__}: {error})"
+            raise UserError("model.chat_template", what, "nest it less, or choose another template") from None
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             what = f"the chat template refuses the messages ({error})"
             todo = "change the row to what the template accepts, or set model.chat_template"

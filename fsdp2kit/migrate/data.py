@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from fsdp2kit.files import load_json, open_regular
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import TABLE, Field
 from fsdp2kit.migrate.values import as_bool, as_text
@@ -71,8 +71,8 @@ def _format(path: str | None, how: Field | None, columns: dict[str, Field]) -> t
     if "alpaca" in path.lower():
         return "prompt_completion", "instructions and answers"
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            row = json.loads(file.readline())
+        with open_regular(Path(path)) as file:
+            row = load_json(file.readline())
     except (OSError, ValueError):  # a hub id, a folder, or a file of another format
         row = None
     if isinstance(row, dict) and row:

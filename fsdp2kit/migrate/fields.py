@@ -14,6 +14,7 @@ import yaml
 
 from fsdp2kit.config.foreign import plain_name, snake_case
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import load_json
 
 TABLE: dict[str, Any] = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -70,13 +71,13 @@ def read_fields(path: Path) -> list[Field]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error})", "give a JSON or YAML file") from None
     try:
         # JSON first: YAML 1.1 reads the number 1e-5 as a text.
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        values = load_json(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(str(path), f"cannot be parsed: {error}", "mend that line") from None
     if not isinstance(values, dict):
         raise UserError(str(path), "is not a table of fields", "give a JSON object or a YAML mapping")

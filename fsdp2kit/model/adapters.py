@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
+from fsdp2kit.files import read_json_object
 from fsdp2kit.model.expert_adapters import (
     ALL_EXPERTS,
     matched_parameters,
@@ -182,7 +183,7 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
     path = Path(directory) / CONFIG_NAME
     todo = "give the directory of a LoRA adapter, with adapter_config.json and adapter_model.safetensors"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json_object(path)
         kind = values["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(where, f"{path} is not an adapter's config ({error!r})", todo) from None

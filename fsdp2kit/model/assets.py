@@ -126,6 +126,15 @@ def copy_assets(source: Path, target: Path) -> None:
             shutil.copyfile(path, copied)
 
 
+def _stored_generation_config(source: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except Exception as error:  # what is no such config raises nearly anything
+        reason = str(error).strip().partition("\n")[0]
+        what = f"is not a generation config ({type(error).__name__}: {reason})"
+        raise UserError(str(source / "generation_config.json"), what, "mend it, or remove it") from None
+
+
 def generation_config(
     config: PretrainedConfig,
     *,
@@ -135,7 +144,7 @@ def generation_config(
 ) -> tuple[GenerationConfig, list[int]]:
     """The generation config of an export, and those of ``stops`` that its source lacked; see `save_assets`."""
     if source is not None and (source / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(source)
+        generation = _stored_generation_config(source)
     else:
         generation = GenerationConfig.from_model_config(config)
         if tokenizer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import json
 import logging
 import textwrap
 import traceback
@@ -26,6 +25,7 @@ from transformers import (
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError, nearest
+from fsdp2kit.files import read_json_object
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_configs
@@ -142,7 +142,7 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json_object(path)
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({error})", todo) from error
     architecture = next(iter(raw.get("architectures") or ()), None)

@@ -150,6 +150,10 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
         reason = str(error).splitlines()[0].rstrip(".")
         todo = todo_of_cache(error) or "check the path, or the hub id and your access"
         raise UserError("model.path", f"{path}: {reason}", todo) from None
+    except RecursionError:
+        raise UserError(
+            "model.path", f"{path}/config.json is nested too deep", "is it a transformers model?"
+        ) from None
     except TypeError:  # of a config that is null, or a number
         fields = None
     if not isinstance(fields, dict):

@@ -65,6 +65,9 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
             vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
+        elif isinstance(tokenizer.chat_template, str):
+            # transformers takes the byte-order mark of a file for text, and it would be learnt.
+            tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
 
 
@@ -137,7 +140,7 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
 def _read_template(value: str) -> str:
     path, where = ready_template(value) or Path(value), f"model.chat_template: {value}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         ready = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
         todo = f"give the path of a Jinja template file, or the name of a ready one ({ready})"

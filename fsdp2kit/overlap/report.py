@@ -11,6 +11,7 @@ import tomli
 
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import read_text
 from fsdp2kit.overlap.events import BACKWARD, FORWARD
 from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces
@@ -149,7 +150,7 @@ def read_settings(path: Path, *, world_size: int = 1) -> Settings:
     above = folder.parent.parent if folder.name.startswith("step-") else folder.parent
     file = next((file for at in (folder, above) if (file := at / "config.toml").is_file()), None)
     try:
-        config = tomli.loads(file.read_text(encoding="utf-8")) if file else {}
+        config = tomli.loads(read_text(file)) if file else {}
         train, cp = config.get("train", {}), config.get("mesh", {}).get("cp", 1)
         size = train.get("micro_batch_size", 1)
         count = train.get("global_batch_size", 1) * cp // (world_size * size)

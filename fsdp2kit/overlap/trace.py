@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections import Counter, defaultdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import load_json, open_regular
 from fsdp2kit.overlap.events import (
     DEVICE_CATEGORIES,
     Collective,
@@ -119,11 +119,11 @@ def read_trace(path: Path) -> RankTrace:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            content = json.load(file)
+        with open_regular(path) as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:
+            content = load_json(file.read())
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
         raise UserError(str(path), f"is cut off or damaged ({problem})", _AGAIN) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except ValueError as problem:
         raise UserError(str(path), f"is no whole JSON ({problem})", _AGAIN) from None
     except OSError as problem:
         raise UserError(str(path), f"cannot be read ({problem.strerror})", "check the path") from None

@@ -33,11 +33,11 @@ def is_locked(lock: Path) -> bool | None:
         return None
     try:
         # A process that closes any descriptor of a file loses its own lock on it; and its own lock does not show.
-        if not lock.exists():
+        if not lock.is_file():
             return False
         if _is_open_here(lock):
             return True
-        handle = os.open(lock, os.O_RDONLY)
+        handle = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)  # what is there may be a pipe
     except OSError:  # not ours to read, or there is no /dev/fd
         return None
     try:
@@ -77,6 +77,6 @@ def _owner_host(handle: int) -> str | None:
     """The host that last locked the file, as the file says."""
     try:
         host = json.loads(os.pread(handle, 4096, 0))["host"]
-    except (ValueError, KeyError, TypeError):  # nothing is written there yet
+    except (ValueError, KeyError, TypeError, RecursionError):  # nothing is written there yet
         return None
     return host if isinstance(host, str) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import tomli
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.events import flat
+from fsdp2kit.files import open_regular, read_regular, read_text
+from fsdp2kit.redaction import cleaned, without_secrets
 from fsdp2kit.report.liveness import is_locked
 from fsdp2kit.report.tracebacks import cause_of_failure
 
@@ -24,6 +27,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 _LATEST = 1e11  # unix seconds
 _SAMPLE_BYTES = 1 << 18  # of samples.jsonl: its end
 _DEPTH = 3  # folders of runs within folders of runs
+_LONG_INTEGER = re.compile(rb"\d{19}")  # more than 64 bits
 _SILENT_SECONDS = 300.0  # a run of another host whose lock is not seen here, and that has written nothing since
 
 
@@ -94,8 +98,8 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None under ``train.epochs`` where no event tells."""
-        told = [event["total_steps"] for event in self.of_kind("data") if event.get("total_steps") is not None]
-        return told[-1] if told else self.config.get("train.steps")
+        told = [event["total_steps"] for event in self.of_kind("data") if type(event.get("total_steps")) is int]
+        return told[-1] if told else _steps_of(self.config)
 
     @property
     def planned(self) -> dict[str, float]:
@@ -115,6 +119,8 @@ class RunRecord:
 def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
     """Read a run directory, whatever state it is in; lines that are not complete are left out.
 
+    Secrets that older versions wrote are left out as well, but for those in samples, which are data.
+
     Args:
         last_bytes: read no more than so many bytes from the end of ``metrics.jsonl``; None: all of it.
 
@@ -127,9 +133,10 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
         raise UserError(str(path), what, "name a run directory, such as runs/x")
     try:
         records = _by_step(read_lines(directory / METRICS, last_bytes=last_bytes))
-        events = _without_refused(_by_time(read_lines(directory / EVENTS)))
+        events = cleaned(_without_refused(_by_time(read_lines(directory / EVENTS))))
         samples = read_lines(directory / "samples.jsonl", last_bytes=_SAMPLE_BYTES)
-        config, environment = _toml(directory / "config.toml"), _json(directory / "environment.json")
+        config = cleaned(_toml(directory / "config.toml"))
+        environment = cleaned(_json(directory / "environment.json"))
         seen = _last_change(directory)
         starts = _starts(events, records)
         state, message = _state(directory, config, records, events, seen=seen)
@@ -138,6 +145,7 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(str(error.filename or path), f"cannot be read ({why})", "see that you may read it") from None
+    message = without_secrets(message)
     return RunRecord(directory, config, environment, records, events, samples, starts, state, message, seen)
 
 
@@ -159,10 +167,13 @@ def read_lines(path: Path, *, last_bytes: int | None = None) -> list[dict[str, A
     """The objects of a file with one a line, of the end of it if that is asked for; [] without a file.
 
     Lines that are no objects, such as one that was being written when the run was killed, are left out. NaN and
-    Infinity are read.
+    Infinity are read. An integer of more than 64 bits becomes a float.
+
+    Raises:
+        OSError: it is no regular file, or it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if last_bytes is not None and (size := file.seek(0, os.SEEK_END)) > last_bytes:
                 file.seek(size - last_bytes - 1)
                 file.readline()  # the line that the border cuts; all of it, if the border is its end
@@ -171,7 +182,7 @@ def read_lines(path: Path, *, last_bytes: int | None = None) -> list[dict[str, A
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return []
-    return [found for line in lines if (found := _object(line)) is not None]
+    return [found for line in lines if (found := parse_line(line)) is not None]
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
@@ -187,12 +198,19 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
             yield from _find(Path(path), depth - 1)
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+def parse_line(text: bytes) -> dict[str, Any] | None:
+    """The object in a line of JSON, as `read_lines` has it; None if there is none."""
+    parse_integer = _integer if _LONG_INTEGER.search(text) else None
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=parse_integer)
     except (ValueError, RecursionError):  # cut off, not JSON, or not UTF-8
         return None
     return found if isinstance(found, dict) else None
+
+
+def _integer(digits: str) -> int | float:
+    """An integer of 64 bits; a longer one as a float, which may be infinite: nobody counts so far."""
+    return int(digits) if len(digits) < 19 else float(digits)
 
 
 def _by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -220,14 +238,14 @@ def _is_event(found: dict[str, Any]) -> bool:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return flat(tomli.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):  # not there, or not (yet) what it should be
+        return flat(tomli.loads(read_text(path)))
+    except (FileNotFoundError, ValueError, RecursionError):  # not there, or not (yet) what it should be
         return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return _object(path.read_bytes()) or {}
+        return parse_line(read_regular(path)) or {}
     except FileNotFoundError:
         return {}
 
@@ -266,7 +284,7 @@ def seconds_of(text: Any) -> float | None:
     """A record's ``time`` in unix seconds; None if it has none."""
     try:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError, OSError):  # no time, or one that the system cannot count
         return None
 
 
@@ -297,9 +315,16 @@ def _state(
         return "failed", cause
     if not events and (saved := _last_saved(directory)) is not None and saved >= step:
         # Before there were events; every run that ends by itself saves its last step.
-        is_done = saved >= config.get("train.steps", saved)
+        total = _steps_of(config)
+        is_done = total is None or saved >= total
         return ("ended", "") if is_done else ("stopped", f"after step {saved}")
     return "killed", f"after step {step}" if step else "before its first step"
+
+
+def _steps_of(config: dict[str, Any]) -> int | None:
+    """``train.steps`` of a config; None without."""
+    steps = config.get("train.steps")
+    return steps if type(steps) is int else None
 
 
 def _last_saved(directory: Path) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp2kit.console import visible
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.read import RunRecord, find_runs, read_run
 
@@ -71,10 +72,11 @@ def table_of(rows: list[Row]) -> Table:
     for row in rows:
         state = Text(row.state, style=_STYLES.get(row.state, ""))
         if row.message:
-            state.append(f": {row.message}")
+            state.append(visible(f": {row.message}"))
         cells = [row.name, row.recipe, _short(row.model), _mesh(row), _steps(row)]
         cells += [_number(row.loss, ".4f"), _number(row.eval_loss, ".4f"), _number(row.tokens_per_second, ",.0f")]
-        table.add_row(*map(Text, cells), Text(_ago(row.seen)), state)
+        shown = [Text(visible(cell)) for cell in cells]
+        table.add_row(*shown, Text(_ago(row.seen)), state)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import sys
 import threading
@@ -15,12 +14,16 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import open_regular
 from fsdp2kit.report.curves import Columns
 from fsdp2kit.report.page import as_json, render
 from fsdp2kit.report.payload import build_payload
-from fsdp2kit.report.read import METRICS, RunRecord, read_run
+from fsdp2kit.report.read import METRICS, RunRecord, parse_line, read_run
 
 PORT = 8700
+IDLE_SECONDS = 10.0
+"""How long a connection may stay idle, within a request or before it, until it is closed."""
+_LONGEST_STEP = 18  # digits
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _END_BYTES = 1 << 16
 """Of ``metrics.jsonl``, what `read_run` reads to tell how a run stands."""
@@ -38,8 +41,8 @@ class Follower:
         self._file: tuple[int, int] | None = None
 
     def read(self) -> RunRecord:
-        """The run as it stands, without its records: those are in ``columns``."""
-        with contextlib.suppress(FileNotFoundError), (self.directory / METRICS).open("rb") as file:
+        """The run as it stands, without its records: those are in ``columns``. `read_run` refuses what is no run."""
+        with contextlib.suppress(OSError), open_regular(self.directory / METRICS) as file:
             self._read_lines(file)
         return read_run(self.directory, last_bytes=_END_BYTES)
 
@@ -56,9 +59,8 @@ class Follower:
             if not line.endswith(b"\n"):  # it is being written
                 return
             self._place += len(line)
-            with contextlib.suppress(ValueError):
-                if isinstance(record := json.loads(line), dict):
-                    yield record
+            if (record := parse_line(line)) is not None:
+                yield record
 
 
 class Source:
@@ -81,6 +83,7 @@ class Source:
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
+    timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
         """Answer ``/`` and ``/data.json``, and nothing else."""
@@ -127,8 +130,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a page that was closed while it was answered."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        """Say nothing of a page that was closed while it was answered, or that takes no more of it."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
     @property
@@ -159,5 +162,6 @@ def _seen(query: str) -> dict[str, Any]:
     """What a page says it has: ``version`` and ``after``."""
     asked = {name: values[-1] for name, values in parse_qs(query).items()}
     steps = asked.get("after", "").split(",")
-    after = [int(step) for step in steps] if all(step.isdecimal() and step.isascii() for step in steps) else []
+    are_steps = all(step.isdecimal() and step.isascii() and len(step) <= _LONGEST_STEP for step in steps)
+    after = [int(step) for step in steps] if are_steps else []
     return {"version": asked.get("version", ""), "after": after}

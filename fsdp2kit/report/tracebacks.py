@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from datetime import datetime
 from pathlib import Path
+
+from fsdp2kit.files import open_regular
 
 # As `fsdp2kit.tracebacks` begins each entry.
 _HEADER = re.compile(r"^(?P<time>\d{4}-\d\d-\d\dT\S+) rank (?P<rank>\d+) on .+, .+$", re.MULTILINE)
@@ -26,8 +29,8 @@ def cause_of_failure(errors: Path, *, since: float = 0.0, until: float = math.in
     """
     found = []
     for path in sorted(errors.glob("rank-*.txt")):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LARGEST))
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LARGEST))
             text = file.read().decode("utf-8", errors="replace")
         headers = list(_HEADER.finditer(text))
         for header, after in zip(headers, [*headers[1:], None], strict=True):

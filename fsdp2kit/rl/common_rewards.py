@@ -150,12 +150,12 @@ def _validator(schema: str, file: str | None) -> Any:
     """A validator for a schema as JSON, or in a file, which is read once."""
     library, referencing = _extra("jsonschema"), _extra("referencing")
     try:
-        wanted = json.loads(schema if file is None else Path(file).read_text(encoding="utf-8"))
+        wanted = json.loads(schema if file is None else Path(file).read_text(encoding="utf-8-sig"))
         if not isinstance(wanted, dict):
             raise ValueError("it is no table")
         kind = library.validators.validator_for(wanted, default=library.Draft202012Validator)
         kind.check_schema(wanted)
-    except (OSError, ValueError, library.SchemaError) as error:
+    except (OSError, ValueError, RecursionError, library.SchemaError) as error:
         reason = getattr(error, "message", error)
         raise ValueError(f"{'schema' if file is None else file} is no JSON schema: {reason}") from None
     return kind(wanted, registry=referencing.Registry())  # the default one downloads what is referred to

@@ -15,6 +15,7 @@ import httpx
 
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.redaction import without_secrets
 from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
 
@@ -64,6 +65,7 @@ class Server(VersionedWeights):
         weight_sync: WeightSyncConfig,
     ) -> None:
         self._url, self._sleeps = url.rstrip("/"), section.sleep
+        self._shown = without_secrets(self._url)
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         self._patience = _USUAL * timeout
         try:
@@ -75,7 +77,7 @@ class Server(VersionedWeights):
                 self._name = self._served_model()
         except httpx.InvalidURL as problem:
             todo = "give scheme, host and port, as http://127.0.0.1:8000"
-            raise UserError("rollout.url", f"{url!r} is no address ({problem})", todo) from None
+            raise UserError("rollout.url", without_secrets(f"{url!r} is no address ({problem})"), todo) from None
         except RunFailure as problem:
             raise UserError("rollout.url", str(problem), "start the server first (`fsdp2kit docs grpo`)") from None
 
@@ -127,11 +129,11 @@ class Server(VersionedWeights):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return f"{self.kind} server {self._url}"
+        return f"{self.kind} server {self._shown}"
 
     def describe(self) -> str:
         """For the start of a run."""
-        return f"{self.kind} at {self._url}, which serves {self._name!r}"
+        return f"{self.kind} at {self._shown}, which serves {self._name!r}"
 
     def answers(self) -> bool:
         """Whether it is there again; asked quickly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -15,7 +16,7 @@ from fsdp2kit.console import Line, say
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import StorageFailure
 from fsdp2kit.events import Events
-from fsdp2kit.files import replace_file
+from fsdp2kit.files import load_json, open_own, read_regular, replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
@@ -70,7 +71,7 @@ def build_metrics(
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
             if (last := _last_step(path)) + config.train.log_every <= progress.step:
                 say(f"{path} has no steps {last + 1} to {progress.step}; another host may have logged them")
-            path.touch()  # refused here, before a tracker begins a run that must be ended
+            os.close(open_own(path, os.O_WRONLY))  # refused here, before a tracker begins a run that must be ended
             trackers, wandb_id = start_trackers(config, run_dir=job.run_dir, progress=progress, message=say)
             metrics = Metrics(
                 throughput, console=console, path=path, trackers=trackers, wandb_id=wandb_id, events=job.events
@@ -169,7 +170,7 @@ def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         }
         lines += json.dumps(finite, allow_nan=False) + "\n"
     try:
-        with path.open("a", encoding="utf-8") as file:
+        with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
             file.write(lines)
     except OSError as error:
         what = f"{path}: cannot be written ({error.strerror or error}); mend that, and start again"
@@ -187,7 +188,7 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
     """
     if not path.exists():
         return None
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_regular(path).splitlines(keepends=True)
     stays = [resume_step > 0 and _belongs(line, resume_step) for line in lines]
     kept = [line for line, stay in zip(lines, stays, strict=True) if stay]
     moved = [line for line, stay in zip(lines, stays, strict=True) if not stay]
@@ -275,13 +276,13 @@ def _belongs(line: bytes, resume_step: int) -> bool:
 
 def _last_step(path: Path) -> int:
     """The step of a metrics file's last line; 0 without one."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = read_regular(path).splitlines() if path.exists() else []
     return (_step_of(lines[-1]) if lines else None) or 0
 
 
 def _step_of(line: bytes) -> int | None:
     try:
-        record = json.loads(line)
+        record = load_json(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
     step = record.get("step") if isinstance(record, dict) else None

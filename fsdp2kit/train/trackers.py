@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.events import flat
-from fsdp2kit.job import without_secrets
+from fsdp2kit.files import read_text, replace_file
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.wandb_run import blanked, brief, start_wandb
+from fsdp2kit.redaction import cleaned
+from fsdp2kit.train.wandb_run import brief, start_wandb
 
 
 class Tracker(Protocol):
@@ -56,7 +57,7 @@ def start_trackers(
         starts["tensorboard"] = partial(TensorBoard, run_dir / "tensorboard", step=progress.step)
     if config.mlflow.enabled:
         experiment = config.mlflow.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fsdp2kit"
-        starts["mlflow"] = partial(Mlflow, experiment, run_dir=run_dir, step=progress.step, config=blanked(values))
+        starts["mlflow"] = partial(Mlflow, experiment, run_dir=run_dir, step=progress.step, config=cleaned(values))
     return [wandb, *(Guarded(name, start, message) for name, start in starts.items())], wandb.id
 
 
@@ -91,9 +92,7 @@ class Guarded:
 
     def _switch_off(self, error: Exception, since: str) -> None:
         self._tracker = None
-        self._message(
-            f"{self._name}: {without_secrets(brief(error))}; it is off {since}, and metrics.jsonl has everything"
-        )
+        self._message(f"{self._name}: {brief(error)}; it is off {since}, and metrics.jsonl has everything")
 
 
 class TensorBoard:
@@ -136,7 +135,7 @@ class Mlflow:
         self._thread, self._sent = ThreadPoolExecutor(1, "fsdp2kit-mlflow"), Future()
         self._sent.set_result(None)
         self._last = -1
-        if step and kept.exists() and self._continue(kept.read_text(encoding="utf-8")):
+        if step and kept.is_file() and self._continue(read_text(kept).strip()):
             return
         from mlflow.entities import Param
 
@@ -144,7 +143,7 @@ class Mlflow:
         found = client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else client.create_experiment(experiment, artifact_location=place)
         self._id = client.create_run(number, run_name=run_dir.resolve().name).info.run_id
-        kept.write_text(self._id, encoding="utf-8")
+        replace_file(kept, self._id)
         parameters = [Param(_name(key), _as_text(value)) for key, value in flat(config).items()]
         for first in range(0, len(parameters), 100):  # MLflow takes no more at once
             client.log_batch(self._id, params=parameters[first : first + 100])

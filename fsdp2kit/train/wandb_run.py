@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fsdp2kit.config.schema import WandbConfig
 from fsdp2kit.config.wandb_login import has_login
-from fsdp2kit.job import without_secrets
+from fsdp2kit.redaction import cleaned, without_secrets
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -126,7 +126,7 @@ def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[st
         name=section.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
         group=section.group,
         tags=section.tags or None,
-        config=blanked(config),
+        config=cleaned(config),
         dir=os.environ.get("WANDB_DIR") or str(run_dir),
         id=wandb_id,
         resume="allow",
@@ -135,16 +135,7 @@ def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[st
     )
 
 
-def blanked(value: Any) -> Any:
-    """A copy of nested mappings and lists with `without_secrets` applied to every string."""
-    if isinstance(value, Mapping):
-        return {key: blanked(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [blanked(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
-
-
 def brief(error: Exception) -> str:
-    """An error's type and first line."""
-    lines = str(error).strip().splitlines()
+    """An error's type and first line, without secrets."""
+    lines = without_secrets(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

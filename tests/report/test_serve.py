@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.report.read import parse_line
 from fsdp2kit.report.serve import Follower, Server, Source, build_server
 from tests.report.runs import record, write_run
 
@@ -102,8 +103,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(run: Path) -> None:
 
 def test_old_lines_are_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follower, parsed = Follower(run), []
-    loads = json.loads
-    monkeypatch.setattr("fsdp2kit.report.serve.json.loads", lambda line: parsed.append(line) or loads(line))
+    monkeypatch.setattr("fsdp2kit.report.serve.parse_line", lambda line: parsed.append(line) or parse_line(line))
     monkeypatch.setattr("fsdp2kit.report.serve.read_run", lambda *_, **__: None)
     follower.read()
     assert len(parsed) == 5

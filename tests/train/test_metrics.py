@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -141,10 +142,9 @@ def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = build(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr("fsdp2kit.train.metrics.open_own", lambda path, flags: os.open("/dev/full", flags))
     with pytest.raises(
         StorageFailure, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"
     ) as failure:
