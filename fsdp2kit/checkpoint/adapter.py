@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp2kit.checkpoint.manifest import Manifest
 from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
+from fsdp2kit.checkpoint.staging import RECORD
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
@@ -24,8 +25,6 @@ from fsdp2kit.model.expert_adapters import merge_experts
 from fsdp2kit.model.experts import UP, find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
-
-RECORD = ".fsdp2kit-export.json"
 
 
 def holds_adapter(config_dir: Path) -> bool:
