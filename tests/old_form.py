@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,6 +72,14 @@ OLD: dict[str, dict[str, Any]] = {
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "rotary_emb_base": 50_000, "rotary_pct": 0.5},
     "stablelm": {"architectures": ["StableLmForCausalLM"], "rope_theta": 50_000, "partial_rotary_factor": 0.5},
 }
+
+
+def old_python() -> str:
+    """A Python that has transformers 4; without one the test is skipped (docs/dev/checks.md)."""
+    name = "FSDP2KIT_TRANSFORMERS4_PYTHON"
+    if name not in os.environ:
+        pytest.skip(f"{name} names no Python with transformers 4 (see docs/dev/checks.md)")
+    return os.environ[name]
 
 
 def write_old(kind: str, path: Path, **differing: Any) -> dict[str, Any]:

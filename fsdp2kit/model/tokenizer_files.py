@@ -113,6 +113,8 @@ def _write_changes(
     stored = _load(directory, config)
     if stored is None:
         return False
+    if _same(tokenizer, stored) and _settings(tokenizer) == _settings(stored):
+        return True
     if stored.chat_template != tokenizer.chat_template:
         _write_template(tokenizer, directory, has_processor=has_processor)
     if _added(stored) != _added(tokenizer):
@@ -204,9 +206,8 @@ def _write_settings(tokenizer: Any, stored: Any, directory: Path) -> None:
     config, former = directory / _CONFIG, directory / "special_tokens_map.json"
     before, now = stored.special_tokens_map, tokenizer.special_tokens_map
     tokens = {name: token for name, token in now.items() if isinstance(token, str) and before.get(name) != token}
-    settings = {
-        name: getattr(tokenizer, name) for name in _SETTINGS if getattr(tokenizer, name) != getattr(stored, name)
-    }
+    known = _settings(stored)
+    settings = {name: value for name, value in _settings(tokenizer).items() if value != known[name]}
     if tokens or settings:
         _write_json(config, {**_read_json(config), **tokens, **settings})
     if tokens and former.is_file():
@@ -228,6 +229,10 @@ def _name_for_old_readers(tokenizer: Any, directory: Path, config: PretrainedCon
     _write_json(path, fields)
     if not _same(tokenizer, _load(directory, config)):
         path.write_bytes(content)
+
+
+def _settings(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in _SETTINGS}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model, source_of
 from fsdp2kit.model.config_file import dtype_of, with_dtype
 from fsdp2kit.model.names import own_class
-from tests.old_form import LLAMA3, OLD, YARN, write_old
-from tests.rl.test_vllm import path_in_environment
+from tests.old_form import LLAMA3, OLD, YARN, old_python, write_old
 
 IDS = torch.arange(120)[None] % 100 + 4
 NEW_YARN = {**YARN, "rope_theta": 70_000.0}
@@ -163,7 +162,7 @@ def test_transformers_4_reads_the_same_model(tmp_path: Path) -> None:
     """With a Python that has transformers 4 (4.57 was tried): its logits of the export are those of transformers 5."""
     from safetensors.torch import load_file
 
-    python = path_in_environment("FSDP2KIT_TRANSFORMERS4_PYTHON")
+    python = old_python()
     paths = []
     for number, (kind, overrides, changes) in enumerate(CHANGES):
         write_old(kind, tmp_path / f"source{number}")

@@ -16,7 +16,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 from fsdp2kit.model.tokenizer_files import save_tokenizer
 from tests.data.templates import CHATML, LLAMA3, make_tokenizer
 from tests.model.test_new_tokens import save_base
-from tests.rl.test_vllm import path_in_environment
+from tests.old_form import old_python
 
 TEXT = "Is water wet? <|im_start|>Yes, é.<|im_end|>"
 CHAT = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]
@@ -106,6 +106,9 @@ def test_a_new_template_is_written_where_the_source_has_one(place: str, chat: Pa
         assert json.loads((out / "chat_template.json").read_text()) == {"chat_template": LLAMA3}
     check_same(out, tokenizer)
     assert (out / "tokenizer.model").exists()
+    if place == "none":  # a processor reads no tokenizer's config
+        save_tokenizer(tokenizer, out, has_processor=True)
+        assert (out / "chat_template.jinja").read_text() == LLAMA3
 
 
 @pytest.mark.parametrize("decoder", [True, False])
@@ -184,7 +187,7 @@ print(json.dumps([tokenizer(text).input_ids, said, tokenizer(said).input_ids, to
 
 @pytest.mark.timeout(900)
 def test_transformers_4_makes_the_same_tokens(chat: Path, base: Path, tmp_path: Path) -> None:
-    python = path_in_environment("FSDP2KIT_TRANSFORMERS4_PYTHON")
+    python = old_python()
     (tmp_path / "mine.jinja").write_text(LLAMA3)
     memory = make_tokenizer(CHATML)
     memory.add_special_tokens({"additional_special_tokens": ["<extra>"]})
