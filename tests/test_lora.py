@@ -158,6 +158,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
 ) -> None:
     checkpoint = straight / "checkpoints" / "step-000006"
     assert convert.main([str(checkpoint), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'merged'}: written in float32, as asked for\n"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     peft = with_adapter(model_dir, straight / "hf")
     apart = logits(peft)
@@ -165,10 +166,18 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.state_dict().items())
     assert torch.allclose(logits(merged), apart, rtol=1e-4, atol=1e-4)
 
-    dcp_to_hf(checkpoint, tmp_path / "default", merge=True)
+    said = dcp_to_hf(checkpoint, tmp_path / "default", merge=True)
+    assert said == "bfloat16, which the config of the model that the adapter was trained on names"
     found = load_file(tmp_path / "default" / "model.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}, "the source's"
     assert all(torch.equal(tensor, theirs[name].bfloat16()) for name, tensor in found.items())
+
+    unnamed = shutil.copytree(checkpoint / "hf", tmp_path / "unnamed")
+    fields = json.loads((unnamed / "config.json").read_text())
+    del fields["dtype"]
+    (unnamed / "config.json").write_text(json.dumps(fields))
+    said = dcp_to_hf(checkpoint, tmp_path / "again", merge=True, config_dir=unnamed)
+    assert said == f"bfloat16, in which {model_dir} has most weights"
 
     other = other_weights(model_dir, tmp_path / "other")
     for arguments, says in (

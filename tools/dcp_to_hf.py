@@ -16,6 +16,7 @@ from fsdp2kit.command_line import in_one_line
 from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME
+from fsdp2kit.model.code_files import code_files
 
 
 @in_one_line
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     if not is_remote(out):
         check_writable(out.parent, where="out")
-    dcp_to_hf(
+    dtype = dcp_to_hf(
         checkpoint,
         out,
         dtype=options.dtype,
@@ -36,7 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         config_dir=options.config,
         merge=options.merge or False,
     )
-    show(f"{out}: written")
+    show(f"{out}: written in {dtype}")
+    missing = [] if is_remote(out) else code_files(out)[1]
+    if missing:  # of checkpoints that were saved before their code was copied
+        lacking = f"its files name {missing[0]}, which {options.config or checkpoint} lacks"
+        show(f"warning: {out}: {lacking}; give the model's directory with --config, or copy it")
     if options.verify:
         show(compare_logits(checkpoint, out))
     return 0

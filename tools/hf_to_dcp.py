@@ -33,12 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.verify:
             what = f"compares with a Hugging Face directory, and {source} is none"
             raise UserError("--verify", what, "leave it out; names and shapes are checked in any case")
-        torch_to_dcp(source, out, config_dir=options.config)
+        dtype = torch_to_dcp(source, out, config_dir=options.config)
     elif options.config:
         raise UserError("--config", f"{source} is a Hugging Face directory with a config of its own", "leave it out")
     else:
-        hf_to_dcp(source, out)
-    show(f"{out}: written")
+        dtype = hf_to_dcp(source, out)
+    show(f"{out}: written in {dtype}")
     if options.verify:
         show(compare_logits(out, source))
     return 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdp2kit.checkpoint.manifest import Manifest
 from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
+from fsdp2kit.checkpoint.staging import RECORD
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import read_json_object
@@ -25,8 +26,6 @@ from fsdp2kit.model.experts import UP, find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 from fsdp2kit.redaction import without_secrets
-
-RECORD = ".fsdp2kit-export.json"
 
 
 def holds_adapter(config_dir: Path) -> bool:

@@ -6,7 +6,7 @@ A distributed checkpoint holds the text part alone. Its manifest names the direc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,19 +97,3 @@ class _Beside:
 
     def blocks(self, key: str, /) -> Iterator[Tensor]:
         yield from in_blocks(self.read(key)) if key.startswith(CARRIED) else self._text.blocks(key)
-
-
-def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """The dtype that a model's config names for itself, or for its text part; None if it names none."""
-    text = config.get("text_config")
-    parts = (config, *([text] if isinstance(text, dict) else []))
-    return next((found for part in parts for key in ("dtype", "torch_dtype") if (found := part.get(key))), None)
-
-
-def with_text_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A whole's config that names another dtype for itself and its text part; other parts keep theirs."""
-    text = config.get("text_config")
-    for part in (config, *([text] if isinstance(text, dict) else [])):
-        part.pop("torch_dtype", None)
-        part["dtype"] = dtype
-    return config

@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.checkpoint.adapter import RECORD
+from fsdp2kit.checkpoint.staging import OLD, PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.assets import weights_digest
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExportDirectory:
     """An export on a disk, which is written beside its place and moved there whole, or on an object store.
 
@@ -29,11 +29,19 @@ class ExportDirectory:
     """
 
     path: Path
+    _staging: Path | None = field(default=None, init=False, repr=False)
 
     @property
     def staging(self) -> Path:
-        """Where the files are written: beside `place`; on an object store, `path` itself."""
-        return self.path if is_remote(self.path) else self.place.with_name(f".{self.place.name}.partial")
+        """Where the files are written: beside `place`; on an object store, `path` itself. `begin` makes it."""
+        if is_remote(self.path):
+            return self.path
+        assert self._staging is not None, "`begin` or `join` comes first"
+        return self._staging
+
+    def join(self, staging: Path) -> None:
+        """Take the directory that another rank's `begin` made for this export's."""
+        self._staging = staging
 
     @property
     def place(self) -> Path:
@@ -96,13 +104,14 @@ class ExportDirectory:
             # Not yet an export of anything, but all of it is ours and may be replaced.
             _write_record(self.path, {*files, *self._files()}, {})
             return
-        shutil.rmtree(self.staging, ignore_errors=True)  # of an export that was cut short
-        self.staging.mkdir(parents=True)
+        clear_beside(self.place, PARTIAL)  # of exports that were cut short
+        self._staging = make_beside(self.place, PARTIAL)
+        mark(self._staging)
 
     def abandon(self) -> None:
         """Delete the unfinished files on a disk."""
-        if not is_remote(self.path):
-            shutil.rmtree(self.staging, ignore_errors=True)
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
 
     def publish(self, files: set[str], facts: dict[str, Any]) -> None:
         """Record what was written to `staging`, and make it the export. On one rank only, once all have written.
@@ -116,17 +125,23 @@ class ExportDirectory:
                 (self.path / stale).unlink(missing_ok=True)
             _write_record(self.path, files, facts)
             return
+        files = files - {RECORD}  # which `begin` wrote
         digests = {name: _digest(self.staging / name) for name in sorted(files)}
         _write_record(self.staging, files, {**facts, "digests": digests})
         sync_tree(self.staging)
-        staging, place = self.staging, self.place
-        old = place.with_name(f".{place.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if place.exists():
+        self.check_replaceable()  # flushing took a while
+        place = self.place
+        old = make_beside(place, OLD) if place.exists() else None
+        if old is not None:
             place.rename(old)
-        staging.rename(place)
+        try:
+            self.staging.rename(place)
+        except OSError:  # somebody made a directory there meanwhile
+            if old is not None and not place.exists():
+                old.rename(place)
+            raise
         sync(place.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        clear_beside(place, OLD)
 
     def upload(self, repository: str) -> str:
         """Upload the export to a repository of the Hugging Face hub, which is made, private, if there is none.

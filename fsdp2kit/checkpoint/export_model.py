@@ -34,7 +34,7 @@ from fsdp2kit.checkpoint.reader import in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
-from fsdp2kit.console import progress_bar
+from fsdp2kit.console import progress_bar, say
 from fsdp2kit.distributed import agree, agreement, sharded_like
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of
@@ -55,7 +55,8 @@ def export_model(
 ) -> None:
     """Write a model as a Hugging Face directory, which `from_pretrained` loads. Collective: every rank calls it.
 
-    It holds weights, config and generation config, and with a tokenizer its files. It is written beside ``out``,
+    It holds weights, config and generation config, and with a tokenizer its files; what was not changed is as the
+    model's and the tokenizer's own directories have it. It is written beside ``out``,
     checked, and moved there whole. A model with adapters gives what peft would write: the adapter alone.
 
     Args:
@@ -81,7 +82,7 @@ def export_model(
             if not is_remote(plan.out.path):
                 check_writable(plan.out.path.parent, where="export_model")
             if distributed.rank() == 0:
-                save_assets(
+                notes = save_assets(
                     Path(folder),
                     config=source.config,
                     architecture=own_class(model).__name__,
@@ -91,6 +92,8 @@ def export_model(
                     adapter=adapter_of(model),
                     whole=source.whole,
                 )
+                for note in notes:
+                    say(note)
         with exporting(plan), torch.no_grad():
             _write_files(plan, tensors)
 

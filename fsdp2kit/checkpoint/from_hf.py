@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.checkpoint.carried import carried_record
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
+from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
 from fsdp2kit.checkpoint.store import on_disk, to_path
 from fsdp2kit.console import progress_bar
@@ -43,11 +45,14 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return tensor
 
 
-def hf_to_dcp(source: str | Path, out: str | Path) -> None:
+def hf_to_dcp(source: str | Path, out: str | Path) -> str:
     """Write the weights of a Hugging Face directory as a checkpoint for ``model.weights``; a tensor in memory at once.
 
     It has a manifest with checksums, and config and tokenizer in ``hf/``, so `verify` checks it and `dcp_to_hf`
     converts it back. It holds no optimizer, so no run resumes from it.
+
+    Returns:
+        Which dtype was written, and why.
 
     Raises:
         UserError: the directory holds no model, or its files are damaged or of another model; `out` is taken.
@@ -55,7 +60,7 @@ def hf_to_dcp(source: str | Path, out: str | Path) -> None:
     """
     model = model_of(source)
     with open_pretrained(model, source) as stored:
-        write_weights(stored, out, model=model, config_dir=source)
+        return write_weights(stored, out, model=model, config_dir=source)
 
 
 def model_of(config_dir: str | Path) -> PreTrainedModel:
@@ -68,8 +73,8 @@ def model_of(config_dir: str | Path) -> PreTrainedModel:
 
 def write_weights(
     stored: Mapping[str, StoredTensor], out: str | Path, *, model: PreTrainedModel, config_dir: str | Path
-) -> None:
-    """Write tensors as a checkpoint, whole or not at all; a tensor in memory at once.
+) -> str:
+    """Write tensors as a checkpoint, whole or not at all; a tensor in memory at once. Returns what `hf_to_dcp` does.
 
     Args:
         stored: every tensor of the model by name, a tied one once.
@@ -79,19 +84,21 @@ def write_weights(
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
     carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
-    staging = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
+    clear_beside(out, PARTIAL)  # of conversions that were cut short
+    staging = make_beside(out, PARTIAL)
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     # Tensors that always stay in float32 do not tell the model's dtype.
     follows = tensor_dtypes(model, torch.bfloat16)
     dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
     try:
+        mark(staging)
         with progress_bar("converting", total=sum(one.nbytes for one in placeholders.values())) as bar:
             planner = _ReadingPlanner(stored, bar.advance)
             save_tensors({"model": placeholders}, staging, planner=planner, alone=True)
         (staging / "hf").mkdir()
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
+        (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
         progress, tied = asdict(Progress()), tied_names(model)
         manifest = Manifest(
             0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
@@ -106,6 +113,10 @@ def write_weights(
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    others = Counter(str(one.dtype).removeprefix("torch.") for one in stored.values() if one.dtype.is_floating_point)
+    del others[export_dtype]
+    kept = "".join(f"; {count} tensors in {dtype}" for dtype, count in sorted(others.items()))
+    return f"{export_dtype}, as its source has it{kept}"
 
 
 def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:

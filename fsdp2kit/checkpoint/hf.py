@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
-from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, dtype_of, find_carried, with_text_dtype
+from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
@@ -32,15 +33,17 @@ from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_re
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import read_json_object, sha256
+from fsdp2kit.files import read_json_object, replace_file, sha256
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
+from fsdp2kit.model.code_files import code_files
+from fsdp2kit.model.config_file import config_text, dtype_of, with_dtype
 from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.expert_adapters import adapter_files
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
-from fsdp2kit.model.stored import INDEX_NAME, Carried
+from fsdp2kit.model.stored import INDEX_NAME, Carried, usual_dtype
 from fsdp2kit.model.weights import open_pretrained
 from fsdp2kit.redaction import cleaned
 
@@ -86,6 +89,8 @@ class ExportPlan:
     """The adapter's model without values, if factors of its experts are written one by one."""
     carried: Carried | None = None
     """What is carried over beside the model, which is a text part; None for another model, and for an adapter."""
+    dtype_from: str = "as asked for"
+    """Who chose `dtype`, as the end of a sentence that names it."""
 
     @property
     def is_adapter(self) -> bool:
@@ -96,27 +101,33 @@ class ExportPlan:
         """The tensors of a file by name, in the order of their bytes."""
         return {name: form for group in self.files[file] for name, form in group.forms.items()}
 
+    def describe_dtype(self) -> str:
+        """Which dtype is written, and why; tensors that have another one."""
+        forms = [form for file in self.files for form in self.forms(file).values() if form.is_floating_point()]
+        others = Counter(str(form.dtype).removeprefix("torch.") for form in forms if form.dtype != DTYPES[self.dtype])
+        kept = "".join(f"; {count} tensors stay in {dtype}" for dtype, count in sorted(others.items()))
+        return f"{self.dtype}, {self.dtype_from}{kept}"
+
     def write_assets(self, folder: Path) -> None:
         """Write config, tokenizer, …; the config names the weights' dtype. Add an index if there are several files."""
         copy_assets(self.config_dir, folder)
+        path = folder / "config.json"
         if self.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
-            (folder / "config.json").unlink(missing_ok=True)
+            code, _ = code_files(folder)
+            kept, _ = code_files(folder, ("tokenizer_config.json",))
+            for module in (one for one in code if one not in kept):
+                (folder / module).unlink()
+            path.unlink(missing_ok=True)
             shutil.copyfile(self.config_dir / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
             return
-        config = read_json_object(folder / "config.json")
-        if self.carried is not None:
-            self._write_index(folder)
-            if dtype_of(config) != self.dtype:
-                write_json(folder / "config.json", with_text_dtype(config, self.dtype))
-            return
-        # A model of several parts has configs within its config.
-        parts = [value for value in config.values() if isinstance(value, dict) and "model_type" in value]
-        for part in (config, *parts):
-            part.pop("torch_dtype", None)  # what transformers 4 called it
-            part["dtype"] = self.dtype
-        if self.model is not None:  # a config that never was a model's lacks it
-            config.setdefault("architectures", [type(self.model).__name__])
-        write_json(folder / "config.json", config)
+        config = read_json_object(path)
+        changed = config
+        if dtype_of(config) != self.dtype:
+            changed = with_dtype(config, self.dtype, is_whole=self.carried is not None)
+        if self.model is not None and self.carried is None and not config.get("architectures"):
+            changed = {**changed, "architectures": [type(self.model).__name__]}  # configs made in code have none
+        if changed != config:
+            replace_file(path, config_text(changed))
         self._write_index(folder)
 
     def _write_index(self, folder: Path) -> None:
@@ -138,7 +149,7 @@ def dcp_to_hf(
     check: bool = True,
     merge: bool | str = False,
     parts_dir: str | None = None,
-) -> None:
+) -> str:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
     A checkpoint of adapters becomes a directory as peft writes it, or with `merge` a model's. A rank
@@ -158,6 +169,9 @@ def dcp_to_hf(
             those are now.
         parts_dir: where the weights of the parts beside a text part are on this machine. Default: what `config_dir`
             holds, or where they were by the manifest.
+
+    Returns:
+        Which dtype was written, and why.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -180,6 +194,7 @@ def dcp_to_hf(
             )
         with exporting(plan, group), agreement(group):
             write_files(plan, rank=distributed.rank(), world_size=distributed.world_size(), check=check)
+    return plan.describe_dtype()
 
 
 def ensure_export(
@@ -239,16 +254,23 @@ def plan_export(
     carried = None
     if merge or not holds_adapter(config_dir):
         carried = find_carried(model, checkpoint, manifest, to_path(parts_dir) if parts_dir else base or config_dir)
-    if merge and dtype is None:
-        dtype = dtype_of(read_json_object(config_dir / "config.json"))
-        dtype = dtype or (carried and str(carried.dtype).removeprefix("torch."))
-    dtype = dtype or (manifest and manifest.export_dtype) or "float32"
+    dtype, dtype_from = _choose_dtype(dtype, manifest, config_dir, base, carried)
     check_dtype(dtype)
     if holds_adapter(config_dir) and not merge:
         directory.check_replaceable()
         adapted = model if names_experts(config_dir) else None
         files = plan_adapter_file(_shapes(checkpoint, None, None), dtype, model, adapted)
-        return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model=None, adapted=adapted)
+        return ExportPlan(
+            checkpoint,
+            directory,
+            config_dir,
+            dtype,
+            files,
+            manifest,
+            model=None,
+            adapted=adapted,
+            dtype_from=dtype_from,
+        )
     if model is None and merge:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
         raise UserError(str(config_dir), what, "export the adapter, and merge it with peft's merge_and_unload")
@@ -258,7 +280,26 @@ def plan_export(
     kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
     directory.check_replaceable(read=[base, carried and carried.directory])
     files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept, carried=carried)
-    return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base, carried=carried)
+    return ExportPlan(
+        checkpoint, directory, config_dir, dtype, files, manifest, model, base, carried=carried, dtype_from=dtype_from
+    )
+
+
+def _choose_dtype(
+    dtype: str | None, manifest: Manifest | None, config_dir: Path, base: Path | None, carried: Carried | None
+) -> tuple[str, str]:
+    """The dtype of an export, and who chose it, as the end of a sentence."""
+    if dtype is not None:
+        return dtype, "as asked for"
+    if base is not None:
+        named = dtype_of(read_json_object(config_dir / "config.json"))
+        if named is not None:
+            return named, "which the config of the model that the adapter was trained on names"
+        usual = usual_dtype(base) if carried is None else str(carried.dtype).removeprefix("torch.")
+        return usual, f"in which {base} has most weights"
+    if manifest is not None and manifest.export_dtype is not None:
+        return manifest.export_dtype, "which the checkpoint names for its exports"
+    return "float32", "since the checkpoint names no dtype for its exports"
 
 
 def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
@@ -377,6 +418,9 @@ def exporting(plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Itera
         with agreement(group):
             if is_first:
                 begin_export(plan)
+        if not is_remote(plan.out.path):
+            staging = plan.out.staging if is_first else None
+            plan.out.join(distributed.gather_objects(staging, group=group)[0])
         yield
         with agreement(group):
             if is_first:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, rank
 from fsdp2kit.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
@@ -89,6 +90,8 @@ def build_checkpoints(
         carried: dict[str, Any] = {}
         if source.whole is not None and source.directory is not None:
             carried["carried"] = carried_record(source.directory)
+        if rank() == 0:
+            assets.prepare()
     check_alike(identity)
     notes = assets.notes()
     if adapter is not None and adapter.directory is not None:
@@ -132,7 +135,7 @@ def _kept_in_float32(model: PreTrainedModel) -> dict[str, list[str]]:
     return {name: sorted(kept_in_float32(model, dtype)) for name, dtype in narrow.items()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Assets:
     """What an export has besides its weights."""
 
@@ -140,31 +143,45 @@ class Assets:
     tokenizer: PreTrainedTokenizerBase | None
     stops: set[int]
     """Tokens that end what is trained."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Of an export, by their names in it: read once, since the source may be gone when a checkpoint is saved."""
+    warnings: list[str] = field(default_factory=list)
+    """What other readers of an export may miss, a line each."""
+
+    def prepare(self) -> None:
+        """Make the files: config, tokenizer, chat template and generation config. No collective."""
+        source = source_of(self.model)
+        with tempfile.TemporaryDirectory() as folder:
+            self.warnings = save_assets(
+                folder,
+                config=source.config,
+                architecture=own_class(self.model).__name__,
+                tokenizer=self.tokenizer,
+                source=source.directory,
+                stops=self.stops,
+                adapter=adapter_of(self.model),
+                whole=source.whole,
+            )
+            found = [path for path in Path(folder).rglob("*") if path.is_file()]
+            self.files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
     def write(self, directory: Path) -> None:
-        """Write config, tokenizer, chat template and generation config. No collective."""
-        source = source_of(self.model)
-        save_assets(
-            directory,
-            config=source.config,
-            architecture=own_class(self.model).__name__,
-            tokenizer=self.tokenizer,
-            source=source.directory,
-            stops=self.stops,
-            adapter=adapter_of(self.model),
-            whole=source.whole,
-        )
+        """Write the files that `prepare` made. No collective."""
+        for name, content in self.files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.write_bytes(content)
 
     def notes(self) -> list[str]:
         """What an export has that its source lacks, a line each."""
         tokenizer, source = self.tokenizer, source_of(self.model)
         if tokenizer is None:
-            return []
+            return [*self.warnings]
 
         def named(tokens: Sequence[int]) -> str:
             return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
 
-        notes, new = [], new_tokens(tokenizer)
+        notes, new = [*self.warnings], new_tokens(tokenizer)
         _, added = generation_config(source.config, tokenizer=tokenizer, source=source.directory, stops=self.stops)
         if new:
             notes.append(f"model.chat_template: new tokens {named(new)}; their rows begin as the mean of the others")

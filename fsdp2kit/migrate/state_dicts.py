@@ -28,7 +28,7 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
-def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path | None = None) -> None:
+def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path | None = None) -> str:
     """Write the weights of a state dict, or of a DCP directory, as a checkpoint for ``model.weights``.
 
     Names may have any prefix (``model.``, ``module.``, …), and the parts that FSDP1, activation checkpointing and
@@ -38,6 +38,9 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     Args:
         source: a file of `torch.save`, or a directory with a ``.metadata``.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: where the source lies.
+
+    Returns:
+        Which dtype was written, and why.
 
     Raises:
         UserError: the source is damaged, of another kind or of another model; there is no config; `out` exists; the
@@ -55,7 +58,7 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     part = _part_of_model(source, stored, names)
     keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)
     weights = {name: part[key] for name, key in keys.items()}
-    write_weights(weights, out, model=model, config_dir=config_dir)
+    return write_weights(weights, out, model=model, config_dir=config_dir)
 
 
 def _in_folder(source: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -15,9 +15,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import todo_of_cache
+from fsdp2kit.files import load_json, todo_of_cache
 from fsdp2kit.model.adapters import CONFIG_NAME, Adapter
-from fsdp2kit.model.text_part import text_config_of
+from fsdp2kit.model.code_files import code_files
+from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope
+from fsdp2kit.model.tokenizer_files import save_tokenizer, tokenizer_files
 
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
@@ -49,7 +51,8 @@ def find_hf_dir(path: str | Path, *, key: str, with_weights: bool) -> Path:
 def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if with_weights else [])]
+    # Code is fetched and copied to exports; it only runs under `trust_remote_code`.
+    patterns = [*(f"*{suffix}" for suffix in sorted(ASSET_SUFFIXES)), *(["*.safetensors"] if with_weights else [])]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of many kinds
@@ -68,62 +71,115 @@ def save_assets(
     stops: Collection[int] = (),
     adapter: Adapter | None = None,
     whole: PretrainedConfig | None = None,
-) -> None:
-    """Write everything but weights into ``directory``.
+) -> list[str]:
+    """Write everything but weights into ``directory``, each file as its source has it but for what was changed.
 
     Args:
+        config: of the model, with the user's overrides. Under ``source``, only what it changes is written.
         architecture: the model's class in transformers, by name (`fully_shard` puts one of its own in front).
-        source: the model directory that training started from; its generation config is kept.
+        tokenizer: its files are those it was loaded from.
+        source: the model directory that training started from; None: config.json is in transformers' own form.
         stops: tokens that end what is trained; generation stops at them, too.
         adapter: the adapters that are trained, if any are; their config is written beside the model's.
-        whole: the config of ``source``, if its text part is trained; all small files there are copied, and config.json
-            changes only in what training changed of the text part.
+        whole: the config of ``source``, if its text part is trained; all small files there are copied.
+
+    Returns:
+        A line for each thing that another reader may miss.
     """
-    directory, config = Path(directory), copy.deepcopy(config)
+    directory, notes = Path(directory), []
     if whole is not None and source is not None:
         copy_assets(source, directory)
-        _change_text_config(directory / "config.json", config, whole)
+    if source is not None and (source / "config.json").is_file():
+        if not _write_changed_config(directory, config, architecture, source, whole):
+            what = "no change of the source's keys gives this model, so it is in transformers' own form"
+            notes.append(f"warning: export: config.json: {what}, which older versions may read as another model")
+        notes += _copy_code(source, directory)
     else:
-        config.architectures = [architecture]
-        config.save_pretrained(directory)
-    generation, _ = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
-    generation.save_pretrained(directory)
+        _write_own_config(directory, config, architecture)
+    _write_generation_config(directory, config, tokenizer, source, stops)
     if adapter is not None:
         adapter.save(directory)
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-        _drop_former_template(directory / "chat_template.json", tokenizer)
+        coded = config if getattr(config, "auto_map", None) else None
+        save_tokenizer(tokenizer, directory, config=coded, has_processor=whole is not None)
+    return notes
 
 
-def _drop_former_template(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Delete a processor's file with another template than was trained on: it would go before the tokenizer's."""
-    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("chat_template") != tokenizer.chat_template:
-        path.unlink()
+def _write_changed_config(
+    directory: Path, config: PretrainedConfig, architecture: str, source: Path, whole: PretrainedConfig | None
+) -> bool:
+    """Write the source's config.json with what changed; False: it is in transformers' own form instead."""
+    content = (source / "config.json").read_bytes()
+    fields = load_json(content)
+    changed, is_exact = changed_fields(fields, config, whole)
+    if whole is None and not is_exact:
+        _write_own_config(directory, config, architecture)
+        return False
+    changed.pop("configuration_files", None)  # configs for other versions, which are not copied
+    if whole is None and architecture not in (changed.get("architectures") or []):
+        changed["architectures"] = [architecture]  # of a base model, say, without the head that was trained
+    if changed != fields:
+        content = config_text(changed).encode()
+    (directory / "config.json").write_bytes(content)
+    return True
 
 
-def _change_text_config(path: Path, config: PretrainedConfig, whole: PretrainedConfig) -> None:
-    """Write into a whole's config.json what differs in its text part's config; without a difference leave the file."""
-    before = text_config_of(whole)
-    assert before is not None, "it has a text part"
-    old = before.to_dict()
-    changed = {
-        key: value for key, value in config.to_dict().items() if old.get(key) != value and key not in _INCIDENTAL
-    }
-    if changed:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        text = fields.get("text_config")
-        (text if isinstance(text, dict) else fields).update(changed)  # some (Qwen2-VL's) are flat
-        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+def _write_own_config(directory: Path, config: PretrainedConfig, architecture: str) -> None:
+    """Write a config in the form of this transformers, with RoPE's numbers also where transformers 4 reads them."""
+    config = copy.deepcopy(config)
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(config_text(with_old_rope(fields, config)), encoding="utf-8")
+
+
+def _copy_code(source: Path, directory: Path) -> list[str]:
+    """Copy the code that a model directory's files name; returns a line if some is not there."""
+    found, missing = code_files(source)
+    for module in found:
+        _copy(source / module, directory / module)
+    if not missing:
+        return []
+    return [f"warning: export: the files of {source} name {missing[0]}, which is not there, so exports lack it"]
+
+
+def _write_generation_config(
+    directory: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Path | None,
+    stops: Collection[int],
+) -> None:
+    generation, added = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
+    name = "generation_config.json"
+    if source is None or not (source / name).is_file():
+        generation.save_pretrained(directory)
+        return
+    content = (source / name).read_bytes()
+    if added:
+        content = config_text({**load_json(content), "eos_token_id": generation.eos_token_id}).encode()
+    (directory / name).write_bytes(content)
+
+
+def _copy(path: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True, parents=True)
+    shutil.copyfile(path, target)
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy a directory's files into another: all but weights, their index, an adapter's config, and hidden files."""
+    """Copy a directory's files into another: all but weights, their index, an adapter's config, and hidden files.
+
+    Of folders within, chat templates are copied, and code that the files name.
+    """
     for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
         is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
         if path.is_file() and is_asset and path.name != CONFIG_NAME and not path.name.startswith("."):
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(exist_ok=True, parents=True)
-            shutil.copyfile(path, copied)
+            _copy(path, target / path.relative_to(source))
+    for path in tokenizer_files(source):  # tokenizer.model.v3 has a suffix of its own
+        _copy(path, target / path.relative_to(source))
+    for module in code_files(source)[0]:
+        _copy(source / module, target / module)
 
 
 def _stored_generation_config(source: Path) -> GenerationConfig:

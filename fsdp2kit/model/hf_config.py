@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import re
@@ -37,7 +38,8 @@ def load_hf_configs(
     section: ModelConfig, *, local_files_only: bool = False
 ) -> tuple[PretrainedConfig, PretrainedConfig | None]:
     """As `load_hf_config`; and the checkpoint's own config, without overrides, if it has several parts."""
-    overrides, whole = dict(section.config), None
+    # A copy, since transformers adds keys to the dicts that it is given.
+    overrides, whole = copy.deepcopy(dict(section.config)), None
     if section.path is None:
         model_type, fields = overrides.pop("model_type"), {}
         try:
@@ -69,7 +71,7 @@ def load_hf_configs(
             config = AutoConfig.from_pretrained(str(section.path), trust_remote_code=True)
             config.update(overrides)
             return config, None
-        with _rope_warnings() as complaints:
+        with rope_warnings() as complaints:
             config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
@@ -167,7 +169,7 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
 
 
 @contextlib.contextmanager
-def _rope_warnings() -> Iterator[list[str]]:
+def rope_warnings() -> Iterator[list[str]]:
     """Collects transformers' warnings about ``rope_parameters``, and does not show them."""
     complaints: list[str] = []
     rope_logger = logging.getLogger("transformers.modeling_rope_utils")
@@ -215,6 +217,8 @@ def _merge(
         for name in names:
             merged.pop(name, None)
         merged[own], nested = value, known.get(found)
+        if own == "rope_parameters":
+            merged.pop("rope_scaling", None)  # transformers 4's name for them, which would go before
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
             continue
         # Sub-configs merge. Dicts like `rope_parameters` are replaced whole: their keys depend on one another.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import is_plain_name, read_json_object
 from fsdp2kit.model.names import find_others, find_sources
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,13 +48,49 @@ def safetensors_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
-        return [directory / name for name in names]
+        return [directory / name for name in indexed_files(index)]
     what = f"{directory} has no model.safetensors and no {INDEX_NAME}"
     raise UserError("model.path", what, "convert its weights to safetensors, or set model.weights = 'random'")
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names of the files that an index of weights names, sorted.
+
+    Raises:
+        UserError: it is no index, or it names what is no regular file in its directory.
+    """
+    try:
+        weight_map = read_json_object(index)["weight_map"]
+        named = {str(tensor): name for tensor, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
+    for tensor, name in named.items():
+        if not isinstance(name, str):
+            what = f"names no file for {tensor}, but {textwrap.shorten(repr(name), 100)}"
+            raise UserError(str(index), what, "fetch it again")
+    names = sorted(set(named.values()))
+    for name in names:
+        if not is_plain_name(name):
+            what = f"names {name!r}, which is no file in its directory"
+            raise UserError(str(index), what, "do not use it, or fetch it again from a source that you trust")
+        there = index.parent / name
+        if there.exists() and not there.is_file():
+            raise UserError(str(index), f"names {name!r}, which is not a regular file", "fetch the model again")
+    return names
+
+
+def check_indexes(directory: str | Path) -> None:
+    """Refuse a directory with an index that names files outside of it, before transformers opens them."""
+    for index in sorted(Path(directory).glob("*.index.json")):
+        indexed_files(index)
+
+
+def usual_dtype(directory: Path) -> str:
+    """The dtype of most floating-point tensors in a model's files, by name; float32 if there are none."""
+    with open_safetensors(safetensors_files(directory)) as slices:
+        dtypes = Counter(_meta(piece).dtype for piece in slices.values())
+    floating = {dtype: count for dtype, count in dtypes.items() if dtype.is_floating_point}
+    return str(max(floating, key=lambda dtype: floating[dtype], default=torch.float32)).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)

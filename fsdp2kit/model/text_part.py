@@ -31,6 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Whole, tied_names
+from fsdp2kit.model.stored import check_indexes
 
 _TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
 _PATTERNS = ("rank_pattern", "alpha_pattern")
@@ -203,6 +204,7 @@ def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", loca
     Args:
         local_files_only: never ask the hub.
     """
+    check_indexes(directory)
     config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
     # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
     name = next(iter(config.architectures or ()), "")
@@ -216,6 +218,7 @@ def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
     Args:
         config: of the model that is trained; where there are no other parts, it may have overrides.
     """
+    check_indexes(directory)
     if text_config_of(AutoConfig.from_pretrained(directory, local_files_only=True)) is None:
         return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
     whole = load_whole(directory, dtype=torch.float32)

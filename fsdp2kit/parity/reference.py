@@ -25,6 +25,7 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.model.names import base_name
+from fsdp2kit.model.stored import check_indexes
 from fsdp2kit.model.text_part import know_causal_lm
 from fsdp2kit.parallel.context_parallel.batch import RECURRENT_KINDS
 
@@ -179,6 +180,7 @@ def gradient_of(parameter: Any) -> Tensor:
 
 def load_plain(path: Path) -> PreTrainedModel:
     """The model in float32, by transformers alone, with its default attention (sdpa, or eager without sdpa)."""
+    check_indexes(path)
     know_causal_lm(AutoConfig.from_pretrained(path))
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 

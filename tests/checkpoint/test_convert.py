@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fsdp2kit.checkpoint import safetensors_file
+from fsdp2kit.checkpoint import export_directory, from_hf, hf, safetensors_file
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.model.text_part import load_whole
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import assert_equal, exported
 
@@ -65,8 +68,6 @@ def test_files_are_of_bounded_size_and_shared_between_ranks(
 ) -> None:
     plan = plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
     assert str(plan) == str(plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000))
-    plan.out.staging.mkdir()
-    (plan.out.staging / "leftover").write_text("of an export that was cut short")
     begin_export(plan)
     write_files(plan, rank=1, world_size=2)
     with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
@@ -80,7 +81,6 @@ def test_files_are_of_bounded_size_and_shared_between_ranks(
     files = sorted(set(index["weight_map"].values()))
     assert len(files) >= 3
     assert all((tmp_path / "out" / file).stat().st_size < 8000 + 2000 for file in files)
-    assert not (tmp_path / "out" / "leftover").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_equal(loaded.state_dict(), model.state_dict())
 
@@ -336,3 +336,161 @@ def test_logits_that_differ_are_told(tmp_path: Path, checkpoint: Path, model: Pr
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(RunFailure, match="its logits differ from those of"):
         compare_logits(checkpoint, tmp_path / "hf")
+
+
+# Names beside an export
+
+
+def of_a_user(folder: Path, name: str) -> Path:
+    """A directory with a thesis in it."""
+    (folder / name).mkdir()
+    (folder / name / "thesis.txt").write_text("mine")
+    return folder / name / "thesis.txt"
+
+
+def test_what_a_user_has_beside_an_export_stays(tmp_path: Path, checkpoint: Path, model: PreTrainedModel) -> None:
+    """Under names that exports once had, and under one like today's, without our record."""
+    names = [
+        ".out.old",
+        ".out.partial",
+        ".back.partial",
+        ".out.fsdp2kit-0123abcd.old",
+        ".out.fsdp2kit-0123abcd.partial",
+    ]
+    theirs = [of_a_user(tmp_path, name) for name in names]
+    (tmp_path / "elsewhere").mkdir()
+    linked = of_a_user(tmp_path / "elsewhere", "linked")
+    (linked.parent / ".fsdp2kit-export.json").write_text('{"files": []}')
+    (tmp_path / ".out.fsdp2kit-4567abcd.old").symlink_to(linked.parent)
+    for _ in range(2):
+        dcp_to_hf(checkpoint, tmp_path / "out")
+    hf_to_dcp(tmp_path / "out", tmp_path / "back")
+    assert [path.read_text() for path in (*theirs, linked)] == ["mine"] * 6
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *names, ".out.fsdp2kit-4567abcd.old", "elsewhere", "run", "out", "back"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("point", ["begun", "half", "published", "moved", "swapped"])
+def test_what_a_killed_export_left_is_cleared_away(
+    point: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at each step of replacing an export: the next one clears up, and one of the two was always there."""
+    out = tmp_path / "out"
+    dcp_to_hf(checkpoint, out, dtype="float32")
+    before = exported(out)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(ExportDirectory, "abandon", lambda self: None)  # a killed process clears nothing up
+    renamed, count = Path.rename, iter(range(9))
+
+    def rename(path: Path, target: Path) -> Path:
+        if "fsdp2kit-" in f"{path}{target}" and next(count) == (point == "swapped"):
+            kill()
+        return renamed(path, target)
+
+    if point == "begun":
+        monkeypatch.setattr(export_directory, "mark", kill)
+    elif point == "half":
+        monkeypatch.setattr(hf, "write_safetensors", kill)
+    elif point == "published":
+        monkeypatch.setattr(export_directory, "sync_tree", kill)
+    else:
+        monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(Killed):
+        dcp_to_hf(checkpoint, out, dtype="bfloat16")
+    monkeypatch.undo()
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
+    assert len(left) == 1 + (point in ("moved", "swapped"))
+    whole = [path for path in (*left, out) if path.is_dir() and (path / "model.safetensors").is_file()]
+    assert any(exported(path).keys() == before.keys() for path in whole)
+    dcp_to_hf(checkpoint, out, dtype="bfloat16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_what_a_killed_conversion_left_is_cleared_away(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp_to_hf(checkpoint, tmp_path / "hf")
+
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(from_hf, "save_tensors", kill)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    monkeypatch.undo()
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith(".dcp.")]) == 1
+    hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "run"]
+    assert "whole" in verify(tmp_path / "dcp")
+
+
+# Dtypes
+
+
+def test_a_conversion_says_its_dtype_and_why(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    for tool_name, arguments, says in (
+        (
+            "dcp_to_hf",
+            [str(checkpoint), out],
+            f"{out}: written in bfloat16, which the checkpoint names for its exports",
+        ),
+        ("dcp_to_hf", [str(checkpoint), out, "--dtype", "float16"], f"{out}: written in float16, as asked for"),
+        ("hf_to_dcp", [out, back], f"{back}: written in float16, as its source has it"),
+    ):
+        assert tool(tool_name).main(arguments) == 0
+        assert capsys.readouterr().out.splitlines() == [says]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_without_a_name_for_its_dtype_a_conversion_is_float32(tmp_path: Path, model: PreTrainedModel) -> None:
+    model.save_pretrained(tmp_path / "hf")
+    path = plain_dcp(model.state_dict(), tmp_path / "dcp")
+    said = dcp_to_hf(path, tmp_path / "out", config_dir=tmp_path / "hf")
+    assert said == "float32, since the checkpoint names no dtype for its exports"
+
+
+# Indexes
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("../hidden.safetensors", r"names '\.\./hidden\.safetensors', which is no file in its directory"),
+        ("sub/../../hidden.safetensors", "which is no file in its directory"),
+        ("ABSOLUTE", "which is no file in its directory"),
+        ("", "which is no file in its directory"),
+        ("fifo", "names 'fifo', which is not a regular file"),
+        ("folder", "names 'folder', which is not a regular file"),
+        (7, "names no file for model.norm.weight, but 7"),
+        ([], r"names no file for model.norm.weight, but \[\]"),
+        ("missing.safetensors", "is named in the index but missing"),
+    ],
+)
+def test_an_index_that_names_no_file_of_its_directory_is_refused(
+    name: Any, says: str, tmp_path: Path, model: PreTrainedModel
+) -> None:
+    path, name = tmp_path / "hf", str(tmp_path / "hidden.safetensors") if name == "ABSOLUTE" else name
+    model.save_pretrained(path, max_shard_size="1KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    shutil.copy(path / index["weight_map"]["model.norm.weight"], tmp_path / "hidden.safetensors")
+    index["weight_map"]["model.norm.weight"] = name
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "folder").mkdir()
+    os.mkfifo(path / "fifo")
+    with pytest.raises(UserError, match=says):
+        hf_to_dcp(path, tmp_path / "out")
+    if says != "is named in the index but missing":
+        with pytest.raises(UserError, match=says):  # transformers would open it
+            load_whole(path)
+    assert not (tmp_path / "out").exists()
