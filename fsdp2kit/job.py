@@ -162,7 +162,7 @@ def _put_back_if_refused(path: Path, *, start: int) -> Callable[..., None]:
     def put_back(_kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if before is None or not _is_refusal(error):
             return
-        with contextlib.suppress(OSError, ValueError):  # the refusal is what the user must see
+        with contextlib.suppress(OSError, ValueError, TypeError):  # the refusal is what the user must see
             for file in set(path.glob("config.*.toml")) - kept:
                 file.replace(config)
             record = {**load_json(before), "start": start}  # numbers of starts are not used twice
@@ -250,7 +250,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """`_flat_config` of a run directory's ``config.toml``; {} without one."""
     try:
         return _flat_config(read_text(path / "config.toml"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -26,6 +26,7 @@ _SECRET_VARIABLE = re.compile(
 _KEY_VARIABLE = re.compile(r"_KEY$", re.IGNORECASE)
 _SHORTEST_SECRET = 8  # shorter values ("true", "0") would match ordinary text
 _SHORTEST_KEY = 16
+_NUMBER, _SHORTEST_NUMBER = re.compile(r"[\d_.+\-]+"), 4
 
 # `https:\/\/` is how some JSON writes it.
 _URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{1,30}):(?P<slashes>\\{0,8}/\\{0,8}/)(?P<rest>[^\s'\"<>`]+)")
@@ -195,6 +196,12 @@ def _hidden_value(found: re.Match[str]) -> str:
     if is_placeholder or (found["token"] and not _looks_like_a_key(value.strip("'"))):
         return found[0]
     around = groups.get("open") or ""
+    if found.re is _STATED and around == "" and value.isalpha():  # prose: "password: required"
+        return found[0]
+    if groups.get("bare") is not None and _NUMBER.fullmatch(value):
+        if len(value) < _SHORTEST_NUMBER:
+            return found[0]
+        around = '"'  # TOML stays TOML
     return f"{found['name']}{around}{HIDDEN}{around}"
 
 

@@ -9,6 +9,7 @@ import string
 from urllib.parse import quote
 
 import pytest
+import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,8 @@ def test_secrets_are_hidden(text: str) -> None:
         "?tokens=5&limit=3",
         "num_key_value_heads = 5",
         "key=value, keys: 3, key: a",
-        "password: none was given; the secret of it",
+        "password: none was given; the secret of it; password: required here, credentials: incorrect",
+        "secret = 7",
         "wandb: no login: set WANDB_API_KEY",
         "task-classification-sk-learn-model-for-everyone",
         "hf_to_dcp, hf_config_with_a_long_name",
@@ -113,6 +115,16 @@ def test_only_the_secret_goes() -> None:
     assert without_secrets("git+https://me:pw@github.com/x/y@v1") == "git+https://***@github.com/x/y@v1"
     assert without_secrets('{"api_key": "abc", "n": 1}') == '{"api_key": "***", "n": 1}'
     assert without_secrets("Authorization: Bearer abc12345, X-A: b") == "Authorization: Bearer ***, X-A: b"
+
+
+def test_a_toml_stays_a_toml() -> None:
+    text = 'secret = 12345678\napi_key = "a"\nurl = "http://a:b@c"\n[x]\noptions = {password = 7, token = "abc"}\n'
+    assert tomli.loads(without_secrets(text)) == {
+        "secret": "***",
+        "api_key": "***",
+        "url": "http://***@c",
+        "x": {"options": {"password": 7, "token": "abc"}},
+    }
 
 
 def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,10 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
         config, environment: those of this start.
     """
     manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
-    settings = tomli.loads(read_text(saved)) if saved.is_file() else {}
+    try:
+        settings = tomli.loads(read_text(saved)) if saved.is_file() else {}
+    except (OSError, ValueError, RecursionError):  # not as a run writes it
+        settings = {}
     settings = without_idle(settings, type(config))
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
     before, now = cleaned(before), cleaned(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -172,14 +173,13 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = checkpoint / name
         try:
-            size = path.stat().st_size
-            is_regular = path.is_file()
+            found = path.stat()
         except OSError:
             raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
-        if not is_regular:
+        if not stat.S_ISREG(found.st_mode):
             raise UserError(str(path), "is no regular file", USE_ANOTHER)
-        if size != record.size:
-            raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
+        if found.st_size != record.size:
+            raise UserError(str(path), f"has {found.st_size} bytes instead of {record.size}", USE_ANOTHER)
 
 
 def check_shared(checkpoint: Path, manifest: Manifest) -> None:

@@ -164,7 +164,7 @@ def _read_metadata(path: Path) -> Metadata:
             raise TypeError(f"it holds a {type(metadata).__name__}")
         # A relative path of a chunk must not lead out of the checkpoint.
         outside = {info.relative_path for info in metadata.storage_data.values()} - {
-            entry.name for entry in path.parent.iterdir() if entry.is_file()
+            entry.name for entry in path.parent.iterdir() if is_remote(entry) or entry.is_file()
         }
     except FileNotFoundError:
         raise UserError(str(path), "is missing", todo) from None

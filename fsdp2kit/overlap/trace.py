@@ -99,22 +99,29 @@ def read_trace(path: Path) -> RankTrace:
     content = _load(path)
     events = _events(content["traceEvents"], path)
     host = Host([event for event in events if event.category in ("cpu_op", "user_annotation")])
-    about = content.get("fsdp2kit")
-    first_step = int(about.get("first_step", 0)) if isinstance(about, dict) else 0
+    first_step = _number_in(content, "fsdp2kit", "first_step", 0, path)
     steps, main = _steps(events, first=first_step)
-    distributed = content.get("distributedInfo") or {}
     named = re.search(r"(\d+)", path.name)
     is_cuda = any(event.category in DEVICE_CATEGORIES for event in events)
     work, collectives = read_kernels(events, host) if is_cuda else read_threads(events, host, main=main)
     return RankTrace(
-        rank=int(distributed.get("rank", named.group(1) if named else 0)),
-        world_size=int(distributed.get("world_size", 1)),
+        rank=_number_in(content, "distributedInfo", "rank", int(named.group(1)) if named else 0, path),
+        world_size=_number_in(content, "distributedInfo", "world_size", 1, path),
         device="cuda" if is_cuda else "cpu",
         steps=steps,
         work=work,
         collectives=collectives,
         turns=host.turns,
     )
+
+
+def _number_in(content: dict[str, Any], table: str, name: str, default: int, path: Path) -> int:
+    """A whole number in a table of the trace, which may lack either."""
+    values = content.get(table)
+    found = values.get(name, default) if isinstance(values, dict) else default
+    if type(found) is not int:
+        raise UserError(str(path), f"has {table}.{name} = {str(found)[:80]!r}, not a number", _AGAIN)
+    return found
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -141,10 +148,11 @@ def _events(raw: list[Any], path: Path) -> list[Event]:
         try:
             start = round(float(entry["ts"]) * 1000)
             end = start + round(float(entry["dur"]) * 1000)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(str(path), f"has an event without a time ({str(entry)[:80]})", _AGAIN) from None
         name, category = str(entry.get("name", "")), str(entry.get("cat", ""))
-        events.append(Event(name, category, entry.get("tid"), start, end, entry.get("args") or {}))
+        args = entry.get("args")
+        events.append(Event(name, category, entry.get("tid"), start, end, args if isinstance(args, dict) else {}))
     return events
 
 
