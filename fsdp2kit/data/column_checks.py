@@ -33,7 +33,7 @@ from fsdp2kit.errors import UserError
 _REQUIRED = {"messages", "conversations", "prompt", "completion", "instruction", "output", "text", "input_ids"}
 _REQUIRED |= {"chosen", "rejected"}
 _TEXTS = {"system", "input"}  # optional columns whose values are texts; those of others are lists or objects
-_ALIKE, _SHORTEST_ALIKE = 0.9, 8  # similarity of names, and the letters from which on it counts
+_ALIKE, _SHORTEST_ALIKE = 0.9, 7  # similarity of names, and the letters from which on it counts
 
 
 def check_columns(row: Columns, *, is_rendered: bool) -> None:
@@ -50,7 +50,7 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
     variables = _template_variables(row) if is_rendered else frozenset()
     for name, value in row.all.items():
         is_read = name in read and (name not in WEIGHTS or _is_list(row, name, value))
-        if is_read or _is_empty(value):
+        if is_read or row.is_ignored(name) or _is_empty(value):
             continue
         for refused in _refusals_of(section.format, name):
             if not any(_has(row, other) for other in refused.unless) and _IS_REFUSED[refused.when](row, name, value):
@@ -59,7 +59,8 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
             what = f"{name!r} is also a variable of the chat template, which is not given it"
             raise _refusal(row, what, f'write it as chat_template_kwargs: {{"{name}": …}}', name)
         near = _near_miss(section.format, name, read)
-        if near is not None and _is_empty(row.all.get(near)) and _is_text(value) == (near in _TEXTS):
+        may_be_meant = _is_text(value) if near in _TEXTS else _is_list(row, name, value)
+        if near is not None and may_be_meant and _is_empty(row.all.get(near)):
             raise _refusal(row, f"{name!r} is not read; did you mean {near!r}?", f"rename it to {near}", name)
 
 
