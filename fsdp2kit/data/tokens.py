@@ -11,7 +11,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,21 +119,34 @@ def plain_prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     before, after = special_affixes(tokenizer)
     ids = tokenizer(text, verbose=False)["input_ids"]
     ids = ids[: len(ids) - len(after)]
-    return ids[_added_twice(ids, before, []).start :]
+    return _once(ids, before, []).of(ids)
 
 
-def _added_twice(ids: Sequence[int], before: list[int], after: list[int]) -> slice:
-    """The tokens to keep of a text that the tokenizer put ``before`` and ``after`` around.
+class _Once(NamedTuple):
+    """Which tokens of a text to keep, so that what the tokenizer adds around it is there once."""
+
+    added: int
+    """Tokens that the tokenizer put before the text."""
+    begin: int
+    """The first token of the text that is no repetition of these."""
+    stop: int
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        return [*values[: self.added], *values[self.begin : self.stop]]
+
+
+def _once(ids: Sequence[int], before: list[int], after: list[int]) -> _Once:
+    """What to keep of a text that the tokenizer put ``before`` and ``after`` around.
 
     A text that begins with the BOS has it twice then, and one that ends with the EOS, too.
     """
-    start, stop = 0, len(ids)
-    while before and ids[start + len(before) : min(start + 2 * len(before), stop - len(after))] == before:
-        start += len(before)
-    first = start + len(before)
-    while after and stop - 2 * len(after) >= first and ids[stop - 2 * len(after) : stop - len(after)] == after:
+    begin, stop = len(before), len(ids)
+    for count in range(len(before), 0, -1):  # the text may begin with the last of several
+        while begin + count <= stop - len(after) and list(ids[begin : begin + count]) == before[-count:]:
+            begin += count
+    while after and stop - 2 * len(after) >= begin and ids[stop - 2 * len(after) : stop - len(after)] == after:
         stop -= len(after)
-    return slice(start, stop)
+    return _Once(len(before), begin, stop)
 
 
 def encode_prompts(
@@ -200,10 +213,13 @@ def _encode(
             assert encoding.encodings is not None, "a fast tokenizer has them"
             # Read the offsets row by row: a batch's are one tuple a token, which slows the garbage collector.
             for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans[part], strict=True):
-                kept = _added_twice(ids, before, after)
-                findings.note_affixes(has_bos=kept.start > 0, has_eos=kept.stop < len(ids))
-                mask = _mask(of_row.offsets[kept], of_text)
-                encoded.append(_ended(ids[kept], mask, tokenizer) if kind is Plain else (ids, mask))
+                if kind is not Plain:
+                    encoded.append((ids, _mask(of_row.offsets, of_text)))
+                    continue
+                kept = _once(ids, before, after)
+                findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+                mask = _mask(kept.of(of_row.offsets), of_text)
+                encoded.append(_ended(kept.of(ids), mask, tokenizer))
     return encoded
 
 
@@ -215,9 +231,10 @@ def _encode_texts(rows: Sequence[Plain], tokenizer: Tokenizer, findings: Finding
     before, after = special_affixes(tokenizer)
     for part in _calls(texts):
         for ids in tokenizer(texts[part], truncation=False, verbose=False)["input_ids"]:
-            kept = _added_twice(ids, before, after)
-            findings.note_affixes(has_bos=kept.start > 0, has_eos=kept.stop < len(ids))
-            encoded.append(_ended(ids[kept], [True] * len(ids[kept]), tokenizer))
+            kept = _once(ids, before, after)
+            findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+            once = kept.of(ids)
+            encoded.append(_ended(once, [True] * len(once), tokenizer))
     return encoded
 
 
