@@ -75,9 +75,9 @@ class Findings:
     def notes(self, key: str) -> list[str]:
         """What was done with the rows, which is right most of the time; ``key`` as of `warnings`."""
         found = []
-        for count, does, token in ((self.own_bos, "begin", "BOS"), (self.own_eos, "end", "EOS")):
+        for count, does, token in ((self.own_bos, "begins", "BOS"), (self.own_eos, "ends", "EOS")):
             if count:
-                what = f"{counted(count, 'text')} {does} with the {token} token, which the tokenizer adds as well"
+                what = f"the {token} token {does} {counted(count, 'text')}, and the tokenizer adds it as well"
                 found.append(f"{what}: one is kept")
         if self.unread:
             more = len(self.unread) - _MOST_NAMED

@@ -13,6 +13,11 @@ from fsdp2kit.errors import UserError
 _LONG = 8 << 20  # characters; shorter texts, such as books, take at most 3 GiB
 # Measured with tokenizers 0.22: a tokenizer holds these, and Python's lists of them, until a text is tokenised.
 _BYTES_OF_TOKEN = {False: 280, True: 400}  # without and with offsets
+# Where the second and the first version of control groups say their limit, what is used, and what could be given back.
+_GROUPS = (
+    (Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")),
+    (Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+)
 _SAMPLE = 1 << 15  # characters that are tokenised to estimate how many tokens a text has
 
 
@@ -53,10 +58,7 @@ def _of_machine() -> int | None:
 
 def _of_group() -> int | None:
     """Of the container: the limit of its control group, less what it uses and could not give back."""
-    for folder, names in (
-        (Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")),
-        (Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ):
+    for folder, names in _GROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
             limit = int((folder / names[0]).read_text())
             used = int((folder / names[1]).read_text())
