@@ -99,7 +99,7 @@ def test_a_bos_elsewhere_is_the_texts_own() -> None:
 @pytest.mark.parametrize("name", ADDS)
 def test_a_plain_prompt_does_not_end(name: str) -> None:
     """In rollouts, in the evaluation's prompts and in `generate`: the beginning of the text that is trained on."""
-    single, before, after = ADDS[name]
+    single, before, _ = ADDS[name]
     tokenizer = tokenizer_with(single)
     text = "Is it wet?"
     expected = tokenizer.convert_tokens_to_ids([*before, *tokenizer.tokenize(text)])

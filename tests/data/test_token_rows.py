@@ -171,7 +171,7 @@ def test_packed_rows_train_as_their_documents_do(tmp_path, tokenizer) -> None:
     split = documents_of(path, tokenizer, seq_len=3, overlong="split").lengths.tolist()
     assert split == [3, 2, 3, 3], "a piece of one token has no target"
     with pytest.raises(
-        UserError, match=r"packed\.jsonl:1: 4 tokens, more than data\.seq_len = 3 \(1 such rows of 4\)"
+        UserError, match=r"packed\.jsonl:1: 4 tokens, more than .* \(1 such rows of 4\)"
     ):
         documents_of(path, tokenizer, seq_len=3, overlong="error")
 
