@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
-from fsdp2kit.config.data_schema import ASKED, COLUMNS, DataConfig, DataFormat
+from fsdp2kit.config.data_schema import ASKED, COLUMNS, ColumnsConfig, DataConfig, DataFormat
 from fsdp2kit.data.column_names import (
     CUMULATIVE,
     FUNCTIONS,
@@ -33,6 +33,7 @@ from fsdp2kit.errors import UserError
 _REQUIRED = {"messages", "conversations", "prompt", "completion", "instruction", "output", "text", "input_ids"}
 _REQUIRED |= {"chosen", "rejected"}
 _TEXTS = {"system", "input"}  # optional columns whose values are texts; those of others are lists or objects
+_NAMED = tuple(name for name in ColumnsConfig.model_fields if name != "ignore")
 _ALIKE, _SHORTEST_ALIKE = 0.9, 7  # similarity of names, and the letters from which on it counts
 
 
@@ -48,14 +49,16 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
     section = row.section
     read = _names_read(section)
     variables = _template_variables(row) if is_rendered else frozenset()
-    for name, value in row.all.items():
+    for name in _suspects(section.format, tuple(row.all), read, variables):
+        value = row.all[name]
         is_read = name in read and (name not in WEIGHTS or _is_list(row, name, value))
         if is_read or row.is_ignored(name) or _is_empty(value):
             continue
         for refused in _refusals_of(section.format, name):
             if not any(_has(row, other) for other in refused.unless) and _IS_REFUSED[refused.when](row, name, value):
                 raise _refusal(row, f"{name!r} {refused.what}", refused.todo.format(name=name), name)
-        if name in variables and _kwargs(row).get(name) != value:
+        is_variable = name in variables and name not in row.tokenizer.special_tokens_map
+        if is_variable and _kwargs(row).get(name) != value:
             what = f"{name!r} is also a variable of the chat template, which is not given it"
             raise _refusal(row, what, f'write it as chat_template_kwargs: {{"{name}": …}}', name)
         near = _near_miss(section.format, name, read)
@@ -64,12 +67,25 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
             raise _refusal(row, f"{name!r} is not read; did you mean {near!r}?", f"rename it to {near}", name)
 
 
+@lru_cache(maxsize=1024)
+def _suspects(
+    kind: DataFormat, names: tuple[str, ...], read: frozenset[str], variables: frozenset[str]
+) -> tuple[str, ...]:
+    """The names of a row's columns whose values have to be looked at: few, so that most rows cost nothing."""
+    return tuple(
+        name
+        for name in names
+        if name in WEIGHTS
+        or (name not in read and (name in variables or _refusals_of(kind, name) or _near_miss(kind, name, read)))
+    )
+
+
 def unread_columns(row: Columns) -> list[str]:
     """The columns of a row that its format does not read. Prompts have none: a reward or environment gets all."""
     if row.section.format in ASKED:
         return []
-    read = _names_read(row.section)
-    return [name for name, value in row.all.items() if name not in read and not _is_empty(value)]
+    unread = row.all.keys() - _names_read(row.section)
+    return [name for name in row.all if name in unread and not _is_empty(row.all[name])]
 
 
 def _refusal(row: Columns, what: str, todo: str, name: str) -> UserError:
@@ -78,14 +94,14 @@ def _refusal(row: Columns, what: str, todo: str, name: str) -> UserError:
 
 def _names_read(section: DataConfig) -> frozenset[str]:
     """The data's names of all columns that a format reads, or looks at."""
-    ignored = tuple(section.columns.ignore or ())
-    named = tuple(sorted(section.columns.model_dump(exclude_none=True, exclude={"ignore"}).items()))
-    return _read(section.format, named, ignored)
+    columns = section.columns
+    named = tuple(getattr(columns, name) for name in _NAMED)
+    return _read(section.format, named, tuple(columns.ignore or ()))
 
 
 @lru_cache(maxsize=64)
-def _read(kind: DataFormat, named: tuple[tuple[str, str], ...], ignored: tuple[str, ...]) -> frozenset[str]:
-    called = dict(named)
+def _read(kind: DataFormat, named: tuple[str | None, ...], ignored: tuple[str, ...]) -> frozenset[str]:
+    called = {ours: theirs for ours, theirs in zip(_NAMED, named, strict=True) if theirs is not None}
     names = set(COLUMNS[kind])
     if "messages" in called:
         names.discard("conversations")
@@ -128,7 +144,7 @@ def _template_variables(row: Columns) -> frozenset[str]:
         source = row.tokenizer.get_chat_template()
     except ValueError:  # several templates without a default, or none
         return frozenset()
-    return _variables_of(source) - {"messages", "tools", "add_generation_prompt", *row.tokenizer.special_tokens_map}
+    return _variables_of(source)
 
 
 @lru_cache(maxsize=16)
@@ -136,9 +152,10 @@ def _variables_of(source: str) -> frozenset[str]:
     """The variables that a chat template reads and does not set itself."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(mark_answers(source) or source)))
+        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
     except TemplateSyntaxError:  # rendering reports it
         return frozenset()
+    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
 
 
 def _kwargs(row: Columns) -> Mapping[str, Any]:

@@ -60,7 +60,8 @@ def test_a_text_keeps_one_bos_and_one_eos(name: str) -> None:
     tokenizer = tokenizer_with(single)
     own_before, own_after = "".join(before), "".join(after)
     bare = tokenizer("Is it wet? Yes.", add_special_tokens=False)["input_ids"]
-    expected = [*tokenizer.convert_tokens_to_ids(before), *bare, tokenizer.eos_token_id]
+    added: Any = tokenizer.convert_tokens_to_ids(before)
+    expected = [*added, *bare, tokenizer.eos_token_id]
     for begins in {"", own_before, 2 * own_before}:
         for ends in {"", own_after, EOS}:
             text = f"{begins}Is it wet? Yes.{ends}"
@@ -102,7 +103,7 @@ def test_a_plain_prompt_does_not_end(name: str) -> None:
     single, before, _ = ADDS[name]
     tokenizer = tokenizer_with(single)
     text = "Is it wet?"
-    expected = tokenizer.convert_tokens_to_ids([*before, *tokenizer.tokenize(text)])
+    expected: Any = tokenizer.convert_tokens_to_ids([*before, *tokenizer.tokenize(text)])
     for given in {text, "".join(before) + text}:
         [prompt] = encode_prompts([Row({"prompt": given}, "x")], DataConfig(format="prompts"), tokenizer)
         assert prompt.ids == prompt_ids(tokenizer, given) == plain_prompt_ids(tokenizer, given) == expected

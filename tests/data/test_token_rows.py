@@ -170,9 +170,7 @@ def test_packed_rows_train_as_their_documents_do(tmp_path, tokenizer) -> None:
     assert (dropped.report.dropped, dropped.lengths.tolist()) == (1, [3, 2, 3])
     split = documents_of(path, tokenizer, seq_len=3, overlong="split").lengths.tolist()
     assert split == [3, 2, 3, 3], "a piece of one token has no target"
-    with pytest.raises(
-        UserError, match=r"packed\.jsonl:1: 4 tokens, more than .* \(1 such rows of 4\)"
-    ):
+    with pytest.raises(UserError, match=r"packed\.jsonl:1: 4 tokens, more than .* \(1 such rows of 4\)"):
         documents_of(path, tokenizer, seq_len=3, overlong="error")
 
 
