@@ -52,7 +52,7 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
     for name in _suspects(section.format, tuple(row.all), read, variables):
         value = row.all[name]
         is_read = name in read and (name not in WEIGHTS or _is_list(row, name, value))
-        if is_read or row.is_ignored(name) or _is_empty(value):
+        if is_read or _is_empty(value):
             continue
         for refused in _refusals_of(section.format, name):
             if not any(_has(row, other) for other in refused.unless) and _IS_REFUSED[refused.when](row, name, value):
@@ -96,11 +96,11 @@ def _names_read(section: DataConfig) -> frozenset[str]:
     """The data's names of all columns that a format reads, or looks at."""
     columns = section.columns
     named = tuple(getattr(columns, name) for name in _NAMED)
-    return _read(section.format, named, tuple(columns.ignore or ()))
+    return _read(section.format, named)
 
 
 @lru_cache(maxsize=64)
-def _read(kind: DataFormat, named: tuple[str | None, ...], ignored: tuple[str, ...]) -> frozenset[str]:
+def _read(kind: DataFormat, named: tuple[str | None, ...]) -> frozenset[str]:
     called = {ours: theirs for ours, theirs in zip(_NAMED, named, strict=True) if theirs is not None}
     names = set(COLUMNS[kind])
     if "messages" in called:
@@ -113,7 +113,7 @@ def _read(kind: DataFormat, named: tuple[str | None, ...], ignored: tuple[str, .
         names.update(POSITIONS, LENGTHS, CUMULATIVE, NUMBERS, ["attention_mask"])
     elif kind != "text":
         names.update(MEDIA)
-    return frozenset(called.get(name, name) for name in names) | frozenset(ignored)
+    return frozenset(called.get(name, name) for name in names)
 
 
 @lru_cache(maxsize=4096)

@@ -238,7 +238,13 @@ class Columns:
     def __init__(
         self, row: Row, section: DataConfig, tokenizer: Tokenizer, *, block: Sequence[Row] = (), follows: bool = False
     ) -> None:
-        self.all, self.where, self.section, self.tokenizer = row.parse(), row.where, section, tokenizer
+        self.where, self.section, self.tokenizer = row.where, section, tokenizer
+        self.whole = row.parse()
+        """All columns, by the data's names."""
+        self.all = self.whole
+        """Those that `data.columns.ignore` does not pass over."""
+        if section.columns.ignore:
+            self.all = {name: value for name, value in self.whole.items() if name not in section.columns.ignore}
         self._block, self._follows = block, follows
 
     def get(self, name: str) -> Any:
@@ -248,10 +254,6 @@ class Columns:
     def is_named(self, name: str) -> bool:
         """Whether ``[data.columns]`` says what the column is called."""
         return getattr(self.section.columns, name, None) is not None
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether ``[data.columns]`` passes over the column that the data calls ``name``."""
-        return name in (self.section.columns.ignore or ())
 
     def given(self, name: str) -> Any:
         """An optional column's value; the column is required if ``[data.columns]`` names it."""
@@ -358,7 +360,7 @@ class Columns:
     def tools(self) -> Any:
         """The schemas of the row's tools, from ``tools`` or its former name ``functions``; None without any."""
         tools = check_tools(self.get("tools"), self.where)
-        if self.is_named("tools") or self.is_ignored(FUNCTIONS):
+        if self.is_named("tools"):
             return tools
         functions = self._functions()
         if tools and functions and _schemas(tools) != _schemas(functions):
@@ -399,7 +401,7 @@ class Columns:
         found = {}
         for name in names:
             value = self.from_json(name)
-            if self.is_ignored(name) or (name in WEIGHTS and not isinstance(value, list)):
+            if name in WEIGHTS and not isinstance(value, list):
                 continue  # a weight of the whole row is no mask
             found[name] = _zeros_and_ones(value, name, self.where)
             if len(value) != count:

@@ -20,7 +20,9 @@ def labelled_documents(row: Columns) -> list[Encoded]:
     A row is one document, unless ``position_ids``, lengths, or numbers of documents say that it packs several. Its
     ``labels`` or a mask say what is learnt: labels are those of transformers' collators, not shifted.
     """
-    where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
+    where = row.where
+    row["input_ids"]  # required
+    ids = _integers(row.from_json(row.section.column("input_ids")), "input_ids", where)
     if wrong := [token for token in ids if not 0 <= token < 2**31]:
         raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
     starts = _starts(row, len(ids))
@@ -34,10 +36,13 @@ def _learnt(row: Columns, ids: Sequence[int], starts: Sequence[int]) -> list[boo
     if row.section.train_on == "all":
         return [True] * len(ids)
     found: dict[str, list[bool]] = {}
-    labels = None if row.is_named("loss_mask") and not row.is_named("labels") else row.given("labels")
-    if labels is not None:
-        found[row.section.column("labels")] = _labelled(labels, ids, row.where)
-    if not (row.is_named("labels") and not row.is_named("loss_mask")):
+    # Where only one of them is named, it alone is meant.
+    reads_labels = row.is_named("labels") or not row.is_named("loss_mask")
+    reads_masks = row.is_named("loss_mask") or not row.is_named("labels")
+    if reads_labels and row.given("labels") is not None:
+        name = row.section.column("labels")
+        found[name] = _labelled(row.from_json(name), ids, row.where)
+    if reads_masks:
         found |= row.masks(len(ids), "input_ids")
     if not found:
         return [True] * len(ids)
@@ -75,9 +80,9 @@ def _starts(row: Columns, count: int) -> list[int]:
     for names, read in readers:
         for name in names:
             value = row.from_json(name)
-            if isinstance(value, list) and not row.is_ignored(name):  # one number is something else
+            if isinstance(value, list):  # one number is something else
                 found[name] = read(value, count, name, row.where)
-    mask = None if row.is_ignored("attention_mask") else row.from_json("attention_mask")
+    mask = row.from_json("attention_mask")
     if mask is not None:
         numbers = _integers(mask, "attention_mask", row.where, booleans=True)
         if 0 in numbers:

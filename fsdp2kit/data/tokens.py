@@ -175,7 +175,7 @@ def encode_prompts(
             ids = tokenizer(chat.text(prompt=True), add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise UserError(row.where, "the prompt is empty", "drop the row")
-        found.append(Prompt(row.all, asked, ids))
+        found.append(Prompt(row.whole, asked, ids))
     return found
 
 

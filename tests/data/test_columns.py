@@ -208,6 +208,16 @@ def test_a_list_beside_the_messages_is_one_flag_for_each(tokenizer) -> None:
     assert "train_mask[1] is 1, and messages[1] has loss_mask = 0" in refused("chat", both, tokenizer)
 
 
+def test_what_is_ignored_is_not_read_even_if_the_format_would(tokenizer) -> None:
+    row = {"system": "Be brief.", "images": ["a.png"], "functions": "call them", "tools": [TOOL], "loss_mask": 3}
+    assert encode("chat", row, tokenizer, ignore=[*row]) == encode("chat", {}, tokenizer)
+    with pytest.raises(UserError, match="no 'messages'"):
+        encode("chat", {}, tokenizer, ignore=["messages"])
+    how = DataConfig(format="prompts", columns=ColumnsConfig(ignore=["system_prompt"]))
+    [prompt] = encode_prompts([Row({"prompt": "Wet?", "system_prompt": "Be brief."}, "x")], how, tokenizer)
+    assert prompt.row["system_prompt"] == "Be brief.", "rewards get it"
+
+
 def test_masks_do_not_change_on_which_side_a_row_is_held_out() -> None:
     for kind in ("chat", "tokens"):
         how = DataConfig(format=kind)

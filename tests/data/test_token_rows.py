@@ -148,6 +148,19 @@ def test_borders_that_cannot_be_read_are_refused(name: str, tokenizer) -> None:
     assert expected in refused({"input_ids": IDS, **columns}, tokenizer)
 
 
+def test_cells_of_csv_are_json(tmp_path, tokenizer) -> None:
+    rows = [row := {"input_ids": IDS, "loss_mask": [0, 0, 1, 1, 0, 1], "seq_lengths": [3, 3]}, row]
+    table = datasets.Dataset.from_list([{name: str(value) for name, value in row.items()} for row in rows])
+    datasets.disable_progress_bars()
+    table.to_csv(str(tmp_path / "a.csv"))
+    found, expected = (
+        documents_of(tmp_path / "a.csv", tokenizer),
+        documents_of(write_rows(tmp_path / "a.jsonl", rows), tokenizer),
+    )
+    assert found.fingerprint == expected.fingerprint
+    assert len(found) == 4
+
+
 def documents_of(path, tokenizer, **options) -> Documents:
     return build_documents(ChatDataConfig(path=str(path), format="tokens", **options), tokenizer=tokenizer)
 
