@@ -99,7 +99,7 @@ def asked_in(row: Columns) -> Messages | str:
     if found[0] != found[-1]:
         raise row.ambiguous(("prompt", "prompt"), ("messages", row.conversations()[0]))
     if isinstance(prompt, str) and row.tokenizer.chat_template is None:
-        row.check_has_no_system()
+        row.check_is_plain()
         return prompt
     return found[0]
 
@@ -129,7 +129,7 @@ def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | Plain:
         what = "prompt and completion are a text and a list of messages"
         raise UserError(row.where, what, "give two of a kind")
     if isinstance(prompt, str):
-        row.check_has_no_system()
+        row.check_is_plain()
         if not answer.strip():
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
@@ -293,11 +293,14 @@ class Columns:
             raise UserError(self.where, what, "leave one of them out")
         return messages
 
-    def check_has_no_system(self) -> None:
-        """Refuse a system prompt beside a plain text."""
+    def check_is_plain(self) -> None:
+        """Refuse a system prompt or tools beside a plain text, which would lack them."""
         if self.all.get("system"):
             what = "the row has a system prompt, and its prompt is a plain text"
             raise UserError(self.where, what, 'put texts into the chat template, or rename the column "system"')
+        if self.tools():
+            what = "the row has tools, and its prompt is a plain text"
+            raise UserError(self.where, what, "put texts into the chat template, or leave the tools out")
 
     def conversations(self) -> list[str]:
         """The data's names of the columns that `messages` reads, without those that this row lacks."""

@@ -168,6 +168,10 @@ def test_functions_are_the_tools(tokenizer) -> None:
             found = encode(kind, {**row, "functions": form}, tokenizer)
             assert [one.ids if kind == "prompts" else one[0] for one in found] == ids
         assert [one.ids if kind == "prompts" else one[0] for one in encode(kind, {**row, "functions": []}, tokenizer)]
+    assert encode("prompt_completion", {"functions": "[]", "tools": []}, tokenizer)
+    for name, tools in (("functions", [legacy]), ("tools", json.dumps([TOOL]))):
+        said = refused("prompt_completion", {name: tools}, tokenizer)
+        assert "the row has tools, and its prompt is a plain text" in said
     both = {"messages": TALK, "tools": [TOOL], "functions": [legacy]}
     assert encode("chat", both, tokenizer) == encode("chat", {"messages": TALK, "tools": [TOOL]}, tokenizer)
     differ = {**both, "functions": [{**legacy, "name": "other"}]}
