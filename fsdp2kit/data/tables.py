@@ -129,7 +129,8 @@ def findings_of(table: pa.Table) -> Findings:
 
 def names_of_lines(table: pa.Table, names: Sequence[str]) -> list[str]:
     """The name of each line's row, of a table of rows with these names."""
-    return [names[row] for row in _rows_of_lines(table).tolist()]
+    rows: list[int] = _rows_of_lines(table).tolist()
+    return [names[row] for row in rows]
 
 
 def _rows_of_lines(table: pa.Table) -> np.ndarray:
