@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.reference import demo_model_dir
 from tools import generate
@@ -59,3 +60,22 @@ def test_no_tokens_to_generate(count: str, tmp_path: Path, capsys: pytest.Captur
         generate.main([str(tmp_path), "Hello?", "--max-new-tokens", count])
     assert caught.value.code == 2
     assert f"--max-new-tokens: {count} is not positive" in capsys.readouterr().err
+
+
+def test_a_text_is_continued_where_the_tokenizer_ends_texts(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an EOS behind the prompt the model would continue after the end of the text."""
+    (model_dir / "chat_template.jinja").unlink()
+    tokenizer, model = generate.load(model_dir)
+    ids = tokenizer("Once upon a", add_special_tokens=False, return_tensors="pt")
+    output = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    special = [(str(tokenizer.eos_token), tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {tokenizer.eos_token}", special_tokens=special
+    )
+    assert tokenizer("Once")["input_ids"][-1] == tokenizer.eos_token_id
+    monkeypatch.setattr(generate, "load", lambda _: (tokenizer, model))
+    assert generate.main([str(model_dir), "Once upon a", "--max-new-tokens", "4"]) == 0
+    answer = tokenizer.decode(output, skip_special_tokens=True).strip()
+    assert capsys.readouterr().out == f"> Once upon a\n{answer}\n"

@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, GenerationConfig, logging
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
 from fsdp2kit.console import show
+from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.adapters import CONFIG_NAME
 from fsdp2kit.model.text_part import load_whole
@@ -35,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer, model = load(options.directory)
     for question in options.questions:
         if tokenizer.chat_template is None:
-            inputs = tokenizer(question, return_tensors="pt")
+            ids = torch.tensor([plain_prompt_ids(tokenizer, question)])
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         else:
             messages = [{"role": "user", "content": question}]
             inputs = tokenizer.apply_chat_template(

@@ -98,6 +98,8 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
         console.print(_table(preview, name, statistics), _histogram(statistics))
     if preview.choices:
         console.print(_choices(preview))
+    for text in preview.notes:
+        console.print(Text(text, style="dim"))
     if preview.warnings:
         found = Text("\n").join(Text(f"• {visible(without_secrets(text))}") for text in preview.warnings)
         console.print(Panel(found, title="look at this", title_align="left", border_style="bold red"))

@@ -96,8 +96,6 @@ def build_checkpoints(
     notes = assets.notes()
     if adapter is not None and adapter.directory is not None:
         notes += describe_base(adapter.directory, config.model.path)
-    if tokenizer is not None and config.data.format == "chat" and not assets.stops:
-        notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
     read = {**data.contents, **(contents or {})}
     statistics = getattr(data, "statistics", dict)()  # data of a recipe's own may tell none
     job.events.record("data", total_steps=data.total_steps, **statistics)

@@ -46,7 +46,7 @@ def _check_columns(config: TrainingConfig) -> None:
             what = f"prompt {columns.prompt!r} and messages {columns.messages!r}, and a row asks one of them"
             raise UserError("data.columns", what, "name one")
         read = {name for one in formats for name in COLUMNS[one]}
-        for name, called in columns.model_dump(exclude_none=True).items():
+        for name, called in columns.model_dump(exclude_none=True, exclude={"ignore"}).items():
             if name not in read:
                 what = f"{called!r} with data.format = {next(iter(formats))!r}, which reads no {name}"
                 fitting = next(one for one, names in COLUMNS.items() if name in names)

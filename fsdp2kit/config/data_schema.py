@@ -18,11 +18,11 @@ Overlong = Literal["truncate", "drop", "split", "error"]
 _OPTIONS = ("system", "tools", "chat_template_kwargs")
 # The columns that each format reads.
 COLUMNS: dict[DataFormat, tuple[str, ...]] = {
-    "chat": ("messages", "conversations", *_OPTIONS),
+    "chat": ("messages", "conversations", "loss_mask", *_OPTIONS),
     "prompt_completion": ("prompt", "completion", *_OPTIONS),
     "alpaca": ("instruction", "input", "output", "history", *_OPTIONS),
     "text": ("text",),
-    "tokens": ("input_ids", "labels"),
+    "tokens": ("input_ids", "labels", "loss_mask"),
     "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
     "prompts": ("messages", "conversations", "prompt", *_OPTIONS),
     "rows": (),
@@ -58,10 +58,15 @@ class ColumnsConfig(Section):
     """tokens: the token ids."""
     labels: str | None = None
     """tokens: the token ids again (not shifted), with −100 for tokens that are not supervised."""
+    loss_mask: str | None = None
+    """tokens, chat: 1 for each token, or each message, to learn and 0 for the others. Default: "loss_mask",
+    "completion_mask", "assistant_masks" or another name that tools use."""
     chosen: str | None = None
     """preference: the better answer, a text or a list of messages."""
     rejected: str | None = None
     """preference: the worse answer."""
+    ignore: list[str] | None = None
+    """Columns to pass over, where the format would read them, or refuse rows that have them."""
 
 
 class DataPathConfig(Section):

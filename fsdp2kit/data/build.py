@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,32 @@ from typing import Any
 from fsdp2kit import status
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.cache import Cache
+from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.contents import Content, content_of, stream_content
 from fsdp2kit.data.day import settle_day
-from fsdp2kit.data.documents import Documents, build_documents
-from fsdp2kit.data.formats import WRAPPED, looks_unwrapped
+from fsdp2kit.data.document_warnings import find_document_warnings
+from fsdp2kit.data.documents import Documents, build_documents, cut_rows
 from fsdp2kit.data.held_out import hold_out, key_border, read_held_out
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, iterate_packs
-from fsdp2kit.data.tables import cache_key, read_tokens, require_tokenizer, start_workers
+from fsdp2kit.data.tables import (
+    cache_key,
+    encode_table,
+    findings_of,
+    names_of_lines,
+    read_tokens,
+    require_tokenizer,
+    start_workers,
+)
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.progress import Progress
+
+_BEGINNING = 256  # rows of a stream that are looked at before training
 
 
 class Prefetch:
@@ -90,6 +100,8 @@ class Data:
     prefetch: int = 2
     warnings: tuple[str, ...] = ()
     """What a person should look at before training."""
+    notes: tuple[str, ...] = ()
+    """What was done with the rows: columns that are not read, …"""
     endings: frozenset[int] = frozenset()
     """Special tokens at the end of the first documents; empty for a stream."""
     contents: Mapping[str, Content] = field(default_factory=dict)
@@ -115,7 +127,7 @@ class Data:
         seq_len = self.loader.share.seq_len
         reports = {name: loader.parts[0].documents.report for name, loader in self.held_out.items()}
         notes = [f"held out{f' of {name}' if name else ''}: {report}" for name, report in reports.items()]
-        notes += [f"warning: {text}" for text in self.warnings]
+        notes += [*self.notes, *(f"warning: {text}" for text in self.warnings)]
         if isinstance(self.loader, StreamLoader):
             mix = f" of {', '.join(self.loader.source_names)}" if self.loader.source_names else ""
             return [f"data: a stream{mix}, packed into sequences of {seq_len:,} tokens as it is read", *notes]
@@ -205,13 +217,25 @@ def build_data(
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         config.lr_schedule.warmup(total_steps)  # refused before the weights are read
-    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer, cache)
+    warnings: list[str] = []
+    notes: list[str] = []
+    with agreement():
+        beginnings = _read_beginnings(sets, tokenizer, cache) if section.streaming else []
+        for one, found in [*whole, *zip(sets, beginnings, strict=False)]:
+            warnings += found.warnings
+            notes += found.notes
+            if tokenizer is not None and found.row_digests is not None:
+                name = one.name or ("" if one.key == "data.path" else one.key)
+                texts = find_document_warnings(found, tokenizer)
+                warnings += [f"{name}: {text}" if name else text for text in texts]
     endings = frozenset().union(*(one.endings for one in documents))
     contents = {one.key: stream_content(one.section) for one in sets if section.streaming}
     with agreement():
         for one, found in whole:
             contents[one.key] = content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
-    return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
+    return Data(
+        loader, fingerprint, evaluated, total_steps, section.prefetch, (*warnings,), (*notes,), endings, contents
+    )
 
 
 def _share(config: Any, tokenizer: Tokenizer | None, mesh: Any) -> Share:
@@ -264,17 +288,20 @@ def _build_mix(
     return loader, fingerprint
 
 
-def _find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer, cache: Cache) -> tuple[str, ...]:
-    """A warning for each set whose first row is plain text although the tokenizer has a chat template."""
-    found = []
-    with agreement():
-        for section, key, _ in sets:
-            if section.format in WRAPPED and section.path:
-                [row] = first_rows(section, key, 1, download=not section.streaming, cache=cache)
-                if looks_unwrapped(row, section, tokenizer):
-                    found.append(key)
-    what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
-    return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)
+def _read_beginnings(sets: Sequence[RowSet], tokenizer: Tokenizer | None, cache: Cache) -> list[Documents]:
+    """The documents of each stream's first rows, for what a person should know of them."""
+    return [read_beginning(one, require_tokenizer(tokenizer), count=_BEGINNING, cache=cache) for one in sets]
+
+
+def read_beginning(one: RowSet, tokenizer: Tokenizer, *, count: int, cache: Cache = DEFAULT) -> Documents:
+    """The documents of a set's first rows, which are tokenised without the cache of tokens."""
+    section, key, _ = one
+    rows = first_rows(section, key, count, download=not section.streaming, cache=cache)
+    table, names = encode_table(rows, section, tokenizer), [row.where for row in rows]
+    documents = cut_rows(table, section, name=names_of_lines(table, names).__getitem__)
+    findings = findings_of(table)
+    warnings = findings.warnings(key, names.__getitem__)
+    return replace(documents, warnings=tuple(warnings), notes=tuple(findings.notes(key)))
 
 
 def _build_stream(

@@ -7,8 +7,9 @@ from typing import Any
 
 from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import build_data
+from fsdp2kit.data.build import build_data, read_beginning
 from fsdp2kit.data.cache import Cache
+from fsdp2kit.data.document_warnings import find_document_warnings
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import held_out_sets, is_url, locate, training_sets
 from fsdp2kit.data.tables import is_tokenised
@@ -72,8 +73,10 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         UserError: as `build_data` does.
     """
     no_text = config.data.format == "synthetic" and model is None
-    if config.data.streaming or no_text or config.data.format in ASKED:
+    if no_text or config.data.format in ASKED:
         return []
+    if config.data.streaming:
+        return _beginnings_of(config)
     sets, tokenizer = [], None
     if config.data.format != "synthetic":
         tokenizer = build_tokenizer(config.model, local_files_only=True)
@@ -84,7 +87,24 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         location = locate(section, key, cache=Cache(Path(config.run.dir)))
         size = sum(Path(file).stat().st_size * (1 if location.is_text else 4) for file in location.files)
         if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(location, section, tokenizer)):
-            return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
+            what = f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"
+            return [what, *_beginnings_of(config)]
         bytes_left -= min(size, bytes_left)
     data = build_data(config, tokenizer=tokenizer, model=model)
     return [*data.describe(), f"train: {counted(data.total_steps, 'step')}"]
+
+
+def _beginnings_of(config: Any) -> list[str]:
+    """What a start would say of the first rows of the training data that is on this machine."""
+    cache, lines = Cache(Path(config.run.dir)), []
+    tokenizer = build_tokenizer(config.model, local_files_only=True)
+    for one in training_sets(config.data):
+        path = one.section.path
+        if path is None or is_url(path) or locate(one.section, one.key).kind == "hub":
+            continue
+        found = read_beginning(one, tokenizer, count=ROWS_CHECKED, cache=cache)
+        of = f"{one.key}, its first {counted(found.report.rows, 'row')}"
+        texts = find_document_warnings(found, tokenizer)
+        lines += [*found.notes, *(f"warning: {text}" for text in found.warnings)]
+        lines += [f"warning: {of}: {text}" for text in texts]
+    return lines

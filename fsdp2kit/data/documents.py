@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +34,7 @@ class Report:
     supervised_tokens: int
     """Targets of the loss. A document's first token is never a target, whatever its mask says."""
     truncated: int = 0
-    """Rows cut off at seq_len."""
+    """Rows (of packed rows, documents) cut off at seq_len."""
     dropped: int = 0
     """Rows left out because they are longer than seq_len."""
     split: int = 0
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def overlong(self) -> int:
-        """Rows longer than seq_len."""
+        """Rows (of packed rows, documents) longer than seq_len."""
         return self.truncated + self.dropped + self.split
 
     def __str__(self) -> str:
@@ -74,11 +74,16 @@ class Documents:
     row_digests: np.ndarray | None = None
     """V16 [documents]: digest of each document's row, to find copies; None for synthetic tokens."""
     row_lengths: np.ndarray | None = None
-    """int64 [rows, or answers of preferences]: tokens before the cut; None for synthetic tokens."""
+    """int64 [rows; answers of preferences; documents of packed rows]: tokens before the cut; None for synthetic
+    tokens."""
     together: int = 1
     """This many neighbours share a pack: 2 for the two answers of a preference."""
     endings: frozenset[int] = frozenset()
     """Special tokens at the end of the first documents' rows."""
+    warnings: tuple[str, ...] = ()
+    """What a person should look at in the rows before training."""
+    notes: tuple[str, ...] = ()
+    """What was done with the rows."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -117,13 +122,14 @@ def build_documents(
     vocab_size = (len(tokenizer) if tokenizer is not None else 0) if vocab_size is None else vocab_size
     if section.format == "synthetic":
         return _synthetic(seq_len=section.seq_len, vocab_size=vocab_size, seed=seed)
-    table, where, name = tokens or read_tokens(section, tokenizer=tokenizer, key=key, cache=cache)
+    found = tokens or read_tokens(section, tokenizer=tokenizer, key=key, cache=cache)
     with agreement():
-        documents = cut_rows(table, section, name=name, lines=lines)
+        documents = cut_rows(found.table, section, name=found.name, lines=lines)
         if not documents.report.documents:
-            raise _nothing_to_learn(documents.report, where, section.seq_len)
+            raise _nothing_to_learn(documents, found.where, section.seq_len)
         check_vocabulary(documents.largest_id, vocab_size)
-        return documents
+        warnings = found.findings.warnings(key, found.name_of_row)
+        return replace(documents, warnings=tuple(warnings), notes=tuple(found.findings.notes(key)))
 
 
 def check_vocabulary(largest: int, vocab_size: int) -> None:
@@ -152,12 +158,12 @@ def cut_rows(
     chosen = np.arange(len(tokens)) if lines is None else lines
     lengths = tokens["length"].to_numpy()[chosen]
     room, is_long = _room(lengths, seq_len=section.seq_len, together=together)
-    rows, long = len(lengths) // together, int(is_long.sum()) // together
+    rows, long = int(tokens["is_first"].to_numpy()[chosen].sum()), int(is_long.sum()) // together
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
         what = f"{lengths[first : first + together].sum()} tokens, more than data.seq_len = {section.seq_len}"
         todo = 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"'
-        raise UserError(name(int(chosen[first])), f"{what} ({long} such rows of {rows})", todo)
+        raise UserError(name(int(chosen[first])), f"{what} ({long} such rows of {len(lengths) // together})", todo)
     numbers, starts, stops = _slices(lengths, room, is_long, overlong=overlong)
     lines = chosen[numbers]
     targets, is_open = _targets(tokens, lines, starts, stops)
@@ -254,11 +260,14 @@ def _slices(
     return lines, starts, np.minimum(lengths[lines], starts + room[lines])
 
 
-def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
-    if report.dropped == report.rows:
-        return UserError(where, f"all {report.rows} rows are longer than data.seq_len = {seq_len}", "raise it")
-    if report.truncated == report.rows:
-        what = f"all {report.rows} rows are cut at data.seq_len = {seq_len} before their first token to learn"
+def _nothing_to_learn(documents: Documents, where: str, seq_len: int) -> UserError:
+    report = documents.report
+    assert documents.row_lengths is not None, "synthetic tokens are all learnt"
+    count = len(documents.row_lengths) // documents.together
+    if report.dropped == count:
+        return UserError(where, f"all {count} rows are longer than data.seq_len = {seq_len}", "raise it")
+    if report.truncated == count:
+        what = f"all {count} rows are cut at data.seq_len = {seq_len} before their first token to learn"
         return UserError(where, what, "raise it")
     what = f"no document holds a token to learn ({counted(report.rows, 'row')})"
     todo = (

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools, same_at_start
+from fsdp2kit.data.column_names import FUNCTIONS, MASKS, WEIGHTS
 from fsdp2kit.data.rows import Row, load_json, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.loss_head import IGNORE
 
 Messages = list[dict[str, Any]]
 
@@ -36,6 +36,8 @@ class Plain(NamedTuple):
     text: str
     start: int
     """The first supervised character."""
+    where: str = ""
+    """Names the row in errors."""
 
 
 def answers_per_row(section: DataConfig) -> int:
@@ -79,14 +81,6 @@ def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
-def chats_of(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Chat]:
-    """The conversations of the rows' answers; plain texts are left out."""
-    if section.format in ("text", "tokens"):
-        return []
-    named = [Columns(row, section, tokenizer, block=rows) for row in rows]
-    return [text for row in named for text in texts_of(row) if isinstance(text, Chat)]
-
-
 def asked_in(row: Columns) -> Messages | str:
     """The prompt of a row of the format "prompts": a text if the tokenizer has no template, otherwise messages.
 
@@ -105,7 +99,7 @@ def asked_in(row: Columns) -> Messages | str:
     if found[0] != found[-1]:
         raise row.ambiguous(("prompt", "prompt"), ("messages", row.conversations()[0]))
     if isinstance(prompt, str) and row.tokenizer.chat_template is None:
-        row.check_has_no_system()
+        row.check_is_plain()
         return prompt
     return found[0]
 
@@ -135,11 +129,11 @@ def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | Plain:
         what = "prompt and completion are a text and a list of messages"
         raise UserError(row.where, what, "give two of a kind")
     if isinstance(prompt, str):
-        row.check_has_no_system()
+        row.check_is_plain()
         if not answer.strip():
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
-        return Plain(prompt + answer, 0 if learns_all else len(prompt))
+        return Plain(prompt + answer, 0 if learns_all else len(prompt), row.where)
     before = row.with_system(check_messages(prompt, row.where, name="prompt"))
     messages = [*before, *check_messages(answer, row.where, name="completion")]
     return row.chat(messages, learn_from=0 if learns_all else len(before))
@@ -213,37 +207,6 @@ def _shared_text(one: str, other: str) -> str:
     return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
 
 
-def labelled_ids(row: Columns) -> tuple[list[int], list[bool]]:
-    """A row's ``input_ids``, and whether each is supervised: its label is the token itself, not −100.
-
-    Labels are those of transformers' collators: not shifted.
-    """
-    where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
-    if wrong := [token for token in ids if not 0 <= token < 2**31]:
-        raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
-    labels, mask = row.given("labels"), row.all.get("attention_mask")
-    if mask is not None and 0 in _integers(mask, "attention_mask", where):
-        raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
-    if labels is None or row.section.train_on == "all":
-        return ids, [True] * len(ids)
-    labels = _integers(labels, "labels", where)
-    if len(labels) != len(ids):
-        raise UserError(where, f"{len(labels)} labels for {len(ids)} input_ids", "give one label a token")
-    for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, IGNORE):
-            what = f"labels[{at}] is {label}, neither input_ids[{at}] = {token} nor {IGNORE}"
-            raise UserError(where, what, "labels are not shifted here: the loss shifts them")
-    return ids, [label != IGNORE for label in labels]
-
-
-def _integers(value: Any, name: str, where: str) -> list[int]:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise UserError(where, f"{name} is of type {type(value).__name__}", f"give {name} as a list of integers")
-    if wrong := [item for item in value if type(item) is not int]:
-        raise UserError(where, f"{name} holds {wrong[0]!r}", f"give {name} as a list of integers")
-    return list(value)
-
-
 def text_in(row: Columns) -> str:
     text = row["text"]
     if not isinstance(text, str):
@@ -253,7 +216,8 @@ def text_in(row: Columns) -> str:
 
 def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
     """A 64-bit digest of the columns that the row's format reads, so that copies of a row have the same key."""
-    content = {name: row[called] for name in COLUMNS[section.format] if (called := section.column(name)) in row}
+    names = [name for name in COLUMNS[section.format] if name != "loss_mask"]  # copies may be learnt in other parts
+    content = {name: row[called] for name in names if (called := section.column(name)) in row}
     return content_key(without_none(content))
 
 
@@ -274,7 +238,13 @@ class Columns:
     def __init__(
         self, row: Row, section: DataConfig, tokenizer: Tokenizer, *, block: Sequence[Row] = (), follows: bool = False
     ) -> None:
-        self.all, self.where, self.section, self.tokenizer = row.parse(), row.where, section, tokenizer
+        self.where, self.section, self.tokenizer = row.where, section, tokenizer
+        self.whole = row.parse()
+        """All columns, by the data's names."""
+        self.all = self.whole
+        """Those that `data.columns.ignore` does not pass over."""
+        if section.columns.ignore:
+            self.all = {name: value for name, value in self.whole.items() if name not in section.columns.ignore}
         self._block, self._follows = block, follows
 
     def get(self, name: str) -> Any:
@@ -303,7 +273,7 @@ class Columns:
         names = self.conversations()
         if self.is_named("messages") and not names:
             raise self.missing("messages")
-        found = [check_messages(self.from_json(name), self.where, name=name) for name in names]
+        found = [check_messages(self._flagged(self.from_json(name)), self.where, name=name) for name in names]
         if len(found) > 1 and found[0] != found[1]:
             raise self.ambiguous(*(("messages", name) for name in names))
         return self.with_system(found[0]) if found else None
@@ -323,11 +293,14 @@ class Columns:
             raise UserError(self.where, what, "leave one of them out")
         return messages
 
-    def check_has_no_system(self) -> None:
-        """Refuse a system prompt beside a plain text."""
+    def check_is_plain(self) -> None:
+        """Refuse a system prompt or tools beside a plain text, which would lack them."""
         if self.all.get("system"):
             what = "the row has a system prompt, and its prompt is a plain text"
             raise UserError(self.where, what, 'put texts into the chat template, or rename the column "system"')
+        if self.tools():
+            what = "the row has tools, and its prompt is a plain text"
+            raise UserError(self.where, what, "put texts into the chat template, or leave the tools out")
 
     def conversations(self) -> list[str]:
         """The data's names of the columns that `messages` reads, without those that this row lacks."""
@@ -384,8 +357,80 @@ class Columns:
         variables = self.from_json("chat_template_kwargs") or {}
         if not isinstance(variables, Mapping):
             raise UserError(self.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-        tools, where = check_tools(self.get("tools"), self.where), self.where
+        tools, where = self.tools(), self.where
         return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
+
+    def tools(self) -> Any:
+        """The schemas of the row's tools, from ``tools`` or its former name ``functions``; None without any."""
+        tools = check_tools(self.get("tools"), self.where)
+        if self.is_named("tools"):
+            return tools
+        functions = self._functions()
+        if tools and functions and _schemas(tools) != _schemas(functions):
+            what = f"the row has 'tools' and '{FUNCTIONS}', which differ"
+            raise UserError(self.where, what, f'say which is meant: data.columns.tools = "tools" or "{FUNCTIONS}"')
+        return tools or functions
+
+    def _functions(self) -> Any:
+        """The schemas in the column ``functions`` in the form of ``tools``; None without any."""
+        found = parsed(self.all.get(FUNCTIONS), self.where, FUNCTIONS)
+        found = [found] if isinstance(found, Mapping) else found
+        if not found:
+            return None
+        todo = 'give [{"name": "…", "description": "…", "parameters": {…}}]'
+        if not isinstance(found, list):
+            raise UserError(self.where, f"{FUNCTIONS} is of type {type(found).__name__}, not a list of schemas", todo)
+        tools = []
+        for at, one in enumerate(found):
+            schema = parsed(one, self.where, f"{FUNCTIONS}[{at}]")
+            function = schema.get("function", schema) if isinstance(schema, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise UserError(self.where, f"{FUNCTIONS}[{at}] is no schema with a name", todo)
+            tools.append(schema if "function" in schema else {"type": "function", "function": schema})
+        return check_tools(tools, self.where)
+
+    def masks(self, count: int, items: str) -> dict[str, list[bool]]:
+        """What the row's masks say is learnt, by the data's names: the mask that is named, or all known ones.
+
+        Args:
+            count: entries that each must have.
+            items: what these stand for, for errors: "messages", "input_ids".
+        """
+        if self.is_named("loss_mask"):
+            self["loss_mask"]  # required
+            names = [self.section.column("loss_mask")]
+        else:
+            names = [name for name in (*MASKS, *WEIGHTS) if self.all.get(name) is not None]
+        found = {}
+        for name in names:
+            value = self.from_json(name)
+            if name in WEIGHTS and not isinstance(value, list):
+                continue  # a weight of the whole row is no mask
+            found[name] = _zeros_and_ones(value, name, self.where)
+            if len(value) != count:
+                what = f"{name} has {len(value)} entries for {count} {items}"
+                todo = f'give one for each, or set data.columns.ignore = ["{name}"]'
+                if items == "messages" and self.all.get("input_ids") is not None:
+                    todo = f'{todo}; rows that are tokenised already are data.format = "tokens"'
+                raise UserError(self.where, what, todo)
+        return found
+
+    def _flagged(self, messages: Any) -> Any:
+        """A conversation with each entry of the row's masks in its message, as ``loss_mask``."""
+        if self.section.format != "chat" or not isinstance(messages, list):
+            return messages
+        for name, learnt in self.masks(len(messages), "messages").items():
+            flagged = []
+            for at, (message, is_learnt) in enumerate(zip(messages, learnt, strict=True)):
+                if isinstance(message, Mapping):
+                    said = message.get("loss_mask")
+                    if said is not None and said != is_learnt:
+                        what = f"{name}[{at}] is {int(is_learnt)}, and messages[{at}] has loss_mask = {said}"
+                        raise UserError(self.where, what, "let both say the same, or leave one out")
+                    message = {**message, "loss_mask": int(is_learnt)}
+                flagged.append(message)
+            messages = flagged
+        return messages
 
 
 def messages_in(value: Any, where: str) -> Any:
@@ -401,6 +446,24 @@ def messages_in(value: Any, where: str) -> Any:
         if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
             return found
     return value
+
+
+def _schemas(tools: Any) -> Any:
+    """Schemas without what is around them, to compare them."""
+    return [one.get("function", one) if isinstance(one, Mapping) else one for one in tools]
+
+
+def _zeros_and_ones(value: Any, name: str, where: str) -> list[bool]:
+    """A mask: a list of 0 and 1, also as truth values or floats."""
+    todo = f"give {name} as a list of 0 and 1"
+    if not isinstance(value, list):
+        raise UserError(where, f"{name} is of type {type(value).__name__}", todo)
+    for at, one in enumerate(value):
+        if not isinstance(one, (bool, int, float)) or one not in (0, 1):
+            raise UserError(
+                where, f"{name}[{at}] is {one!r}, and a token or turn is learnt wholly or not at all", todo
+            )
+    return [one == 1 for one in value]
 
 
 def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:

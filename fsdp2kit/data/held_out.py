@@ -5,7 +5,6 @@ The key depends on a row's content alone. So copies of a row stay together, and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +12,9 @@ import pyarrow as pa
 
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.data.formats import row_key
-from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.rows import RowReader, blocks_of
 from fsdp2kit.data.sources import Location
-from fsdp2kit.data.tables import TokenTable, encode_table
+from fsdp2kit.data.tables import TokenTable, encode_table, names_of_lines
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.errors import UserError
 
@@ -55,11 +54,13 @@ def read_held_out(
     """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs."""
     names, blocks, room = [], [], packs * section.seq_len
     rows = (row for row in RowReader(location) if row_key(row.parse(), section) < border)
-    while room > 0 and (some := list(itertools.islice(rows, _BLOCK))):
+    for some in blocks_of(rows, _BLOCK):
         blocks.append(encode_table(some, section, tokenizer))
-        names += [row.where for row in some]
+        names += names_of_lines(blocks[-1], [row.where for row in some])
         lengths = np.minimum(blocks[-1]["length"].to_numpy(), section.seq_len)
         room -= int(lengths.sum()) if section.pack else section.seq_len * len(lengths)
+        if room <= 0:
+            break
     if not blocks:
         raise UserError("eval.split", f"holds no row of {location.path} out", "give a larger share, or eval.path")
     return TokenTable(pa.concat_tables(blocks), location.where, names.__getitem__)

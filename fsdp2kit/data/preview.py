@@ -15,22 +15,20 @@ from typing import Any
 import numpy as np
 
 from fsdp2kit.config.data_schema import ASKED
-from fsdp2kit.console import counted
-from fsdp2kit.data.build import build_data
+from fsdp2kit.data.build import build_data, read_beginning
+from fsdp2kit.data.document_warnings import SAMPLE, count_copies, overlong_share
 from fsdp2kit.data.documents import Report
-from fsdp2kit.data.formats import chats_of
 from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.sources import RowSet, training_sets
+from fsdp2kit.data.sources import training_sets
 from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
+from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 
 STREAM_ROWS = 5000
-SAMPLE = 2000  # documents, or rows, that are read for the warnings
 _load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is a warning here, no error
 _BINS = 10
 _PERCENTILES, _SHORTEST_CHOICE = (50, 75, 90, 95, 99, 100), 1024
@@ -99,6 +97,8 @@ class Preview:
     statistics: dict[str, Statistics]
     """By source; under "" without a mix."""
     warnings: list[str]
+    notes: list[str]
+    """What was done with the rows: columns that are not read, …"""
     packs_per_epoch: int
     """Packs."""
     tokens_per_epoch: int
@@ -139,8 +139,16 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
         data = _load(config, tokenizer=tokenizer)
         loader = data.loader
         assert isinstance(loader, Loader), "a stream's beginning is read whole"
-        systems = find_system_twice(training_sets(asked.data), tokenizer, count=SAMPLE)
-        refusals = _find_refusals(asked, loader)
+        warnings, notes = [*data.warnings], [*data.notes]
+        if asked.data.streaming:  # what is said of rows is said of the stream's, not of their copies
+            copied = {text for part in loader.parts for text in (*part.documents.warnings, *part.documents.notes)}
+            sets = training_sets(asked.data)
+            beginnings = [read_beginning(one, tokenizer, count=SAMPLE) for one in sets]
+            warnings = [text for one in beginnings for text in one.warnings]
+            warnings += [text for text in data.warnings if text not in copied]
+            notes = [text for one in beginnings for text in one.notes]
+        warnings += [positions] if positions else []
+        warnings += _find_refusals(asked, loader)
         return build_preview(
             loader,
             tokenizer=tokenizer,
@@ -148,7 +156,8 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
             rows=rows,
             title=title,
             choices=compare_lengths(config, loader, tokenizer=tokenizer),
-            warnings=[*data.warnings, *systems, *([positions] if positions else []), *refusals],
+            warnings=warnings,
+            notes=notes,
         )
 
 
@@ -175,21 +184,24 @@ def build_preview(
     title: str,
     choices: Sequence[Choice] = (),
     warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Preview:
     """The preview of a loader: some of its packs, statistics and warnings.
 
     Args:
         rows: how many of the first, or their numbers in the order of training, from 1.
         choices: the result of `compare_lengths`.
-        warnings: what was found elsewhere.
+        warnings: those of the data.
+        notes: those of the data.
     """
     numbers = range(1, 1 + min(rows, loader.packs_per_epoch)) if isinstance(rows, int) else rows
     shown = [loader.row(number) for number in numbers]
     statistics = {part.name: compute_statistics(part, seq_len=loader.share.seq_len) for part in loader.parts}
     found = list(warnings)
     for part in loader.parts:
-        texts = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
-        found += [f"{part.name}: {text}" if part.name else text for text in texts]
+        if part.documents.largest_id >= vocab_size:
+            what = f"token id {part.documents.largest_id:,} is beyond the model's vocabulary of {vocab_size:,}"
+            found.append(f"{f'{part.name}: ' if part.name else ''}{what}: training refuses it")
     return Preview(
         title=title,
         pack_numbers=list(numbers),
@@ -197,6 +209,7 @@ def build_preview(
         padding=[loader.share.seq_len - sum(len(ids) for ids, _ in pack.documents) for pack in shown],
         statistics=statistics,
         warnings=found,
+        notes=list(notes),
         packs_per_epoch=loader.packs_per_epoch,
         tokens_per_epoch=loader.tokens_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
@@ -213,12 +226,11 @@ def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
     rows = lengths if documents.row_lengths is None else documents.row_lengths
     counts, edges = np.histogram(lengths, bins=min(_BINS, int(np.ptp(lengths)) + 1))
     borders = [round(edge) for edge in edges.tolist()]
-    digests = documents.row_digests.tolist() if documents.row_digests is not None else []
     return Statistics(
         **asdict(report),
         supervised_share=report.supervised_tokens / report.tokens,
-        overlong_share=report.overlong / report.rows,
-        duplicates=0 if report.split else len(digests) - len(set(digests)),
+        overlong_share=overlong_share(documents),
+        duplicates=count_copies(documents),
         shortest=int(lengths.min()),
         median=int(np.median(lengths)),
         longest=int(lengths.max()),
@@ -256,41 +268,6 @@ def compare_lengths(config: Any, loader: Loader, *, tokenizer: Tokenizer) -> lis
         )
         for one, some, tokens in zip(loaders, reports, kept, strict=True)
     ]
-
-
-def find_warnings(part: Part, statistics: Statistics, *, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """What a person should look at before training. The first `SAMPLE` documents are read."""
-    documents, special, bos = part.documents, special_ids(tokenizer), tokenizer.bos_token_id
-    read = [documents[index] for index in range(min(SAMPLE, len(documents)))]
-    open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
-    twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
-    of, largest, share = f"of {len(read):,} documents", documents.largest_id, statistics.supervised_share
-    checks = {
-        f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
-        "stop (split documents, cut ones, or a template without such a token)": open_ended,
-        f"{twice:,} {of} begin with the BOS token twice: the text or the template adds it as well": twice,
-        f"token id {largest:,} is beyond the model's vocabulary of {vocab_size:,}: training refuses it": largest
-        >= vocab_size,
-        f"{statistics.unsupervised:,} rows hold nothing to learn and are left out: there is no assistant turn, or it "
-        "begins after seq_len tokens": statistics.unsupervised,
-        f"{statistics.overlong_share:.0%} of the rows are longer than seq_len": statistics.overlong_share > 0.05,
-        f"{statistics.duplicates:,} documents are copies of earlier ones": statistics.duplicates,
-        f"only {share:.1%} of the tokens are learnt": share < 0.05,
-    }
-    return [text for text, is_found in checks.items() if is_found]
-
-
-def find_system_twice(sets: Sequence[RowSet], tokenizer: Tokenizer, *, count: int) -> list[str]:
-    """A warning for each set with two system messages in a row in one of its first ``count`` conversations."""
-    found = []
-    for section, key, _ in sets:
-        chats = chats_of(first_rows(section, key, count, download=not section.streaming), section, tokenizer)
-        pairs = [(chat, itertools.pairwise(message["role"] for message in chat.messages)) for chat in chats]
-        twice = [chat.where for chat, roles in pairs if ("system", "system") in roles]
-        if twice:
-            what = f"{len(twice):,} of {counted(len(chats), 'conversation')} have two system messages in a row"
-            found.append(f"{key}: {what}, first in {twice[0]}: make them one, or drop one")
-    return found
 
 
 def pieces_of(ids: np.ndarray, supervised: np.ndarray, tokenizer: Tokenizer) -> Iterator[Piece]:

@@ -16,7 +16,7 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +31,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 
 Position = dict[str, Any]  # what JSON can hold
+_BLOCK_BYTES = 16 << 20  # of a block that is not one large row
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -99,6 +100,33 @@ class RowReader:
             for number, columns in enumerate(self._table, start=start["offset"]):
                 # Arrow fills in None for missing keys.
                 yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
+
+
+def blocks_of(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
+    """Neighbouring rows, at most ``count`` together and few that are large: a block is held in memory.
+
+    When a block is given, no row after it was read.
+    """
+    block, size = [], 0
+    for row in rows:
+        block.append(row)
+        size += _size(row.content)
+        if len(block) == count or size > _BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _size(content: Any) -> int:
+    """Bytes of texts and numbers in a value, roughly."""
+    if isinstance(content, (str, bytes)):
+        return len(content)
+    if isinstance(content, Mapping):
+        return sum(map(_size, content.values()))
+    if isinstance(content, list) and content:
+        return sum(map(_size, content)) if isinstance(content[0], (str, dict, list)) else 8 * len(content)
+    return 8
 
 
 def first_rows(

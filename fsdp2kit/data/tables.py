@@ -33,23 +33,28 @@ from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.day import day_of, writes_date
-from fsdp2kit.data.formats import answers_per_row, row_key
-from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
+from fsdp2kit.data.findings import Findings
+from fsdp2kit.data.formats import row_key
+from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.data.tokens import encode_rows, ending_of, special_ids
+from fsdp2kit.data.tokens import encode_documents, ending_of, special_ids
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
 _ENCODING = 2
+_FINDINGS = b"fsdp2kit"  # the key of `Findings` in a table's metadata
+# The files whose code turns rows into tokens.
+_CODE = ("rows.py", "formats.py", "column_names.py", "column_checks.py", "token_rows.py", "findings.py")
+_CODE += ("chat.py", "template.py", "day.py", "tokens.py", "tables.py")
 _STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
 _WORTH_WORKERS = 4096  # rows from which on worker processes save time
 _MOST_WORKERS = 16
 _WATCH_SECONDS = 0.5
 _FORK: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
-# A table of tokens has a line for each answer of a row (`answers_per_row`).
+# A table of tokens has a line for each document of a row: each answer, and each document that a row of tokens packs.
 _SCHEMA = pa.schema(
     {
         "ids": pa.list_(pa.int32()),
@@ -60,6 +65,7 @@ _SCHEMA = pa.schema(
         "largest_id": pa.int64(),
         "digest": pa.binary(),  # 16 bytes, of ids and mask
         "key": pa.uint64(),  # `row_key`
+        "is_first": pa.bool_(),  # of its row's lines
     }
 )
 
@@ -73,6 +79,12 @@ class TokenTable(NamedTuple):
     """Names the set."""
     name: Callable[[int], str]
     """Names the row of a line of the table."""
+    findings: Findings = Findings()
+    """What was noticed of the rows."""
+
+    def name_of_row(self, number: int) -> str:
+        """Names a row by its number, from 0."""
+        return self.name(int(np.searchsorted(_rows_of_lines(self.table), number)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,8 @@ class Block:
     tokens: pa.Table
     """The columns of `_SCHEMA`."""
     names: list[str]
-    """Names of the rows in errors."""
+    """Names of each line's row in errors."""
+    rows: int
     position: Position | None
     """The position after them; None at the end of a pass, in a block without rows."""
 
@@ -90,19 +103,39 @@ class Block:
 def encode_table(
     rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer | None = None, *, follows: bool = False
 ) -> pa.Table:
-    """The lines of a table of tokens for some rows; see `encode_rows`.
+    """The lines of a table of tokens for some rows, see `encode_documents`, and in its metadata what was noticed.
 
     Args:
         tokenizer: None in a worker process, which has its own.
     """
     tokenizer = tokenizer if tokenizer is not None else _of_worker
     assert tokenizer is not None, "a worker's initializer ran"
-    special = special_ids(tokenizer)
+    special, findings = special_ids(tokenizer), Findings()
     rows = [Row(row.parse(), row.where) for row in rows]
-    keys = [row_key(row.parse(), section) for row in rows for _ in range(answers_per_row(section))]
-    encoded = encode_rows(rows, section, tokenizer, follows=follows)
-    columns = [_columns(*one, key, special) for one, key in zip(encoded, keys, strict=True)]
-    return pa.Table.from_pylist(columns, schema=_SCHEMA)
+    encoded = encode_documents(rows, section, tokenizer, follows=follows, findings=findings)
+    lines = []
+    for row, documents in zip(rows, encoded, strict=True):
+        key = row_key(row.parse(), section)
+        for number, document in enumerate(documents):
+            lines.append({**_columns(*document, key, special), "is_first": number == 0})
+    table = pa.Table.from_pylist(lines, schema=_SCHEMA)
+    return table.replace_schema_metadata({_FINDINGS: findings.to_json()})
+
+
+def findings_of(table: pa.Table) -> Findings:
+    """What was noticed of the rows of an `encode_table`."""
+    return Findings.from_json(table.schema.metadata[_FINDINGS])
+
+
+def names_of_lines(table: pa.Table, names: Sequence[str]) -> list[str]:
+    """The name of each line's row, of a table of rows with these names."""
+    rows: list[int] = _rows_of_lines(table).tolist()
+    return [names[row] for row in rows]
+
+
+def _rows_of_lines(table: pa.Table) -> np.ndarray:
+    """The number of each line's row, from 0: int64 [lines]."""
+    return np.cumsum(table["is_first"].to_numpy()) - 1
 
 
 def _columns(ids: Sequence[int], supervised: Sequence[bool], key: int, special: frozenset[int]) -> dict[str, Any]:
@@ -139,10 +172,10 @@ def read_tokens(
     location, table = one_per_machine_first(read)
 
     def name(line: int) -> str:
-        row = line // answers_per_row(section)
+        row = int(_rows_of_lines(table)[line])
         return next(itertools.islice(RowReader(location, download=True), row, None)).where
 
-    return TokenTable(table, location.where, name)
+    return TokenTable(table, location.where, name, findings_of(table))
 
 
 def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -158,7 +191,9 @@ def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> p
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         # The file is renamed when it is complete, so other processes see all of it or nothing.
-        beside = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
+        unique = uuid.uuid4().hex
+        beside, findings = file.with_suffix(f".{unique}.tmp"), Findings()
+        noted = file.with_suffix(f".{unique}.json.tmp")
         try:
             with filling(file.parent), pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
                 blocks = _one_pass(location, section, tokenizer)
@@ -167,12 +202,28 @@ def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> p
                 with progress_bar(f"tokenising {Path(location.path).name}", unit="rows") as bar:
                     for block in itertools.chain([first], blocks):
                         out.write_table(block.tokens)
-                        bar.advance(len(block.names))
+                        findings.add(findings_of(block.tokens))
+                        bar.advance(block.rows)
                         bar.total = estimate_rows(location, block.position, int(bar.done))
+                noted.write_text(findings.to_json(), encoding="utf-8")
+            noted.replace(_findings_file(file))  # first: tokens without it would be read without what was noticed
             beside.replace(file)
         finally:
             beside.unlink(missing_ok=True)
-    return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+            noted.unlink(missing_ok=True)
+    found = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+    return found.replace_schema_metadata({_FINDINGS: _read_findings(file)})
+
+
+def _findings_file(file: Path) -> Path:
+    return file.with_suffix(".json")
+
+
+def _read_findings(file: Path) -> str:
+    """What was noticed of the rows of a file of tokens; nothing where that was removed from the cache."""
+    with contextlib.suppress(OSError, ValueError):
+        return Findings.from_json(_findings_file(file).read_bytes()).to_json()
+    return Findings().to_json()
 
 
 def is_tokenised(location: Location, section: DataConfig, tokenizer: Tokenizer) -> bool:
@@ -189,7 +240,7 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("rows.py", "formats.py", "chat.py", "template.py", "day.py", "tokens.py", "tables.py"):
+    for name in _CODE:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 
@@ -277,8 +328,7 @@ def _one_pass(location: Location, section: DataConfig, tokenizer: Tokenizer) -> 
 
 
 def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[list[Row], Position]]:
-    rows = iter(reader)
-    while block := list(itertools.islice(rows, size)):
+    for block in blocks_of(reader, size):
         yield block, reader.position
 
 
@@ -300,15 +350,19 @@ def _encode_blocks(
     for rows, position in blocks:
         names = [row.where for row in rows]
         if pool is None:
-            yield Block(encode_table(rows, section, tokenizer, follows=follows), names, position)
+            yield _block(encode_table(rows, section, tokenizer, follows=follows), names, position)
         else:
             waiting.append((pool.submit(encode_table, rows, section, follows=follows), names, position))
         follows = True
         if len(waiting) > ahead:
             tokens, names, position = waiting.popleft()
-            yield Block(tokens.result(), names, position)
+            yield _block(tokens.result(), names, position)
     for tokens, names, position in waiting:
-        yield Block(tokens.result(), names, position)
+        yield _block(tokens.result(), names, position)
+
+
+def _block(tokens: pa.Table, names: Sequence[str], position: Position | None) -> Block:
+    return Block(tokens, names_of_lines(tokens, names), len(names), position)
 
 
 _of_worker: Tokenizer | None = None  # a worker process's own, set when it starts

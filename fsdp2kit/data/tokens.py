@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.data.chat import Chat, Span, supervised_spans, turn_endings
-from fsdp2kit.data.formats import Columns, Plain, asked_in, labelled_ids, text_in, texts_of
+from fsdp2kit.data.column_checks import check_columns, unread_columns
+from fsdp2kit.data.findings import Findings
+from fsdp2kit.data.formats import WRAPPED, Columns, Plain, asked_in, looks_unwrapped, text_in, texts_of
+from fsdp2kit.data.memory import check_room
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.token_rows import Encoded, labelled_documents
 from fsdp2kit.errors import UserError
 
 NO_ENDING = -1
-Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
+_CHARACTERS = 4 << 20  # that are tokenised in one call, unless one text has more
 
 
 @dataclass(frozen=True)
@@ -41,49 +45,143 @@ class Prompt:
 def encode_rows(
     rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, follows: bool = False
 ) -> list[Encoded]:
-    """Token ids and masks of the rows' answers, in their order (`answers_per_row`).
+    """Token ids and masks of the rows' documents, in their order: `encode_documents`, as one list."""
+    return list(itertools.chain.from_iterable(encode_documents(rows, section, tokenizer, follows=follows)))
+
+
+def encode_documents(
+    rows: Sequence[Row],
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    follows: bool = False,
+    findings: Findings | None = None,
+) -> list[list[Encoded]]:
+    """Token ids and masks of each row's documents: its answers (`answers_per_row`), or what a row of tokens packs.
 
     The assistant's tokens and its end-of-turn tokens are supervised, the whitespace after them is not. A token is the
-    assistant's if any of its characters is. The chat template alone decides whether there is a BOS.
+    assistant's if any of its characters is. The chat template alone decides whether a conversation has a BOS. A plain
+    text gets the tokenizer's special tokens, and keeps one BOS and one EOS where it has them already.
 
     Args:
         section: its `format`, `columns`, `train_on` and `wrap` are read.
         follows: whether rows before these were encoded. An error then does not advise to read other columns.
+        findings: what is noticed of the rows is added here.
     """
+    findings = Findings() if findings is None else findings
     named = [Columns(row, section, tokenizer, block=rows, follows=follows) for row in rows]
     if section.format == "tokens":
-        return [labelled_ids(row) for row in named]
-    if section.format != "text":
-        return _encode([text for row in named for text in texts_of(row)], section, tokenizer)
-    texts = [text_in(row) for row in named]
-    # The tokenizer adds its special tokens. Every token is supervised.
-    encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}
-    return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
+        found = [labelled_documents(row) for row in named]
+        for row in named:
+            _look_at(row, findings, ())
+        return found
+    if section.format == "text":
+        texts = [Plain(text_in(row), 0, row.where) for row in named]
+        for row in named:
+            _look_at(row, findings, ())
+        return [[one] for one in _encode_texts(texts, tokenizer, findings)]
+    by_row = []
+    for row in named:
+        by_row.append(texts_of(row))
+        _look_at(row, findings, by_row[-1])
+    if section.format in WRAPPED and rows:
+        findings.unwrapped |= looks_unwrapped(rows[0], section, tokenizer)
+    encoded = iter(_encode([text for texts in by_row for text in texts], section, tokenizer, findings))
+    return [list(itertools.islice(encoded, len(texts))) for texts in by_row]
 
 
-def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def _look_at(row: Columns, findings: Findings, texts: Sequence[Chat | Plain]) -> None:
+    """Refuse columns that would have to be read, and note what else a person should know of a row."""
+    chats = [text for text in texts if isinstance(text, Chat)]
+    check_columns(row, is_rendered=bool(chats))
+    findings.note_unread(unread_columns(row))
+    for chat in chats:
+        roles = itertools.pairwise(message["role"] for message in chat.messages)
+        findings.note_conversation(has_system_twice=("system", "system") in roles)
+    findings.rows += 1
+
+
+def special_affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The token ids that a tokenizer puts before and after every text: BOS and EOS, or none."""
+    whole = tokenizer("a", verbose=False)["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    for at in range(len(whole) - len(bare) + 1):
+        if bare and whole[at : at + len(bare)] == bare:
+            return whole[:at], whole[at + len(bare) :]
+    return [], []
+
+
+def plain_prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of the beginning of a text, which the model continues: with one BOS, if the tokenizer adds one.
+
+    An EOS that the tokenizer appends is left out: the model would continue after the end.
+    """
+    before, after = special_affixes(tokenizer)
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    ids = ids[: len(ids) - len(after)]
+    return _once(ids, before, []).of(ids)
+
+
+class _Once(NamedTuple):
+    """Which tokens of a text to keep, so that what the tokenizer adds around it is there once."""
+
+    added: int
+    """Tokens that the tokenizer put before the text."""
+    begin: int
+    """The first token of the text that is no repetition of these."""
+    stop: int
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        return [*values[: self.added], *values[self.begin : self.stop]]
+
+
+def _once(ids: Sequence[int], before: list[int], after: list[int]) -> _Once:
+    """What to keep of a text that the tokenizer put ``before`` and ``after`` around.
+
+    A text that begins with the BOS has it twice then, and one that ends with the EOS, too.
+    """
+    begin, stop = len(before), len(ids)
+    for count in range(len(before), 0, -1):  # the text may begin with the last of several
+        while begin + count <= stop - len(after) and list(ids[begin : begin + count]) == before[-count:]:
+            begin += count
+    while after and stop - 2 * len(after) >= begin and ids[stop - 2 * len(after) : stop - len(after)] == after:
+        stop -= len(after)
+    return _Once(len(before), begin, stop)
+
+
+def encode_prompts(
+    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, findings: Findings | None = None
+) -> list[Prompt]:
     """The prompts of rows of the format "prompts", tokenised with the generation prompt.
 
     Rows of the format "rows" have none: an environment makes them, each time a row is asked.
+
+    Args:
+        findings: what is noticed of the rows is added here.
     """
+    findings = Findings() if findings is None else findings
     if section.format == "rows":
         return [Prompt(row.parse(), [], []) for row in rows]
     found = []
     for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
         asked = asked_in(row)
         if isinstance(asked, str):
-            ids = tokenizer(asked, verbose=False)["input_ids"]
+            _look_at(row, findings, ())
+            ids = plain_prompt_ids(tokenizer, asked)
         else:
             chat = row.chat(asked)
+            _look_at(row, findings, [chat])
             asked = chat.messages
             ids = tokenizer(chat.text(prompt=True), add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise UserError(row.where, "the prompt is empty", "drop the row")
-        found.append(Prompt(row.all, asked, ids))
+        found.append(Prompt(row.whole, asked, ids))
     return found
 
 
-def _encode(rows: Sequence[Chat | Plain], section: DataConfig, tokenizer: Tokenizer) -> list[Encoded]:
+def _encode(
+    rows: Sequence[Chat | Plain], section: DataConfig, tokenizer: Tokenizer, findings: Findings
+) -> list[Encoded]:
     """Tokenise texts and supervise the tokens that overlap their spans; plain texts get an end-of-text token."""
     if not tokenizer.is_fast:
         raise UserError(
@@ -99,22 +197,57 @@ def _encode(rows: Sequence[Chat | Plain], section: DataConfig, tokenizer: Tokeni
                 text, of_text = supervised_spans(row, endings, section.train_on)
             else:
                 text, of_text = row.text, [(row.start, len(row.text))]
+            check_room(text, row.where, tokenizer, with_offsets=True)
             texts.append(text)
             spans.append(of_text)
-        encoding = tokenizer(
-            texts,
-            add_special_tokens=kind is Plain,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            verbose=False,
-        )
-        assert encoding.encodings is not None, "a fast tokenizer has them"
-        # Read the offsets row by row: a batch's are one tuple a token, which slows the garbage collector.
-        for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans, strict=True):
-            mask = _mask(of_row.offsets, of_text)
-            encoded.append(_ended(ids, mask, tokenizer) if kind is Plain else (ids, mask))
+        before, after = special_affixes(tokenizer) if kind is Plain else ([], [])
+        for part in _calls(texts):
+            encoding = tokenizer(
+                texts[part],
+                add_special_tokens=kind is Plain,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                truncation=False,
+                verbose=False,
+            )
+            assert encoding.encodings is not None, "a fast tokenizer has them"
+            # Read the offsets row by row: a batch's are one tuple a token, which slows the garbage collector.
+            for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans[part], strict=True):
+                if kind is not Plain:
+                    encoded.append((ids, _mask(of_row.offsets, of_text)))
+                    continue
+                kept = _once(ids, before, after)
+                findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+                mask = _mask(kept.of(of_row.offsets), of_text)
+                encoded.append(_ended(kept.of(ids), mask, tokenizer))
     return encoded
+
+
+def _encode_texts(rows: Sequence[Plain], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
+    """Tokenise plain texts, every token of which is supervised."""
+    texts, encoded = [row.text for row in rows], []
+    for row in rows:
+        check_room(row.text, row.where, tokenizer, with_offsets=False)
+    before, after = special_affixes(tokenizer)
+    for part in _calls(texts):
+        for ids in tokenizer(texts[part], truncation=False, verbose=False)["input_ids"]:
+            kept = _once(ids, before, after)
+            findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+            once = kept.of(ids)
+            encoded.append(_ended(once, [True] * len(once), tokenizer))
+    return encoded
+
+
+def _calls(texts: Sequence[str]) -> Iterator[slice]:
+    """The texts in neighbours of at most `_CHARACTERS` together: a call holds hundreds of bytes for each token."""
+    start, characters = 0, 0
+    for at, text in enumerate(texts):
+        if at > start and characters + len(text) > _CHARACTERS:
+            yield slice(start, at)
+            start, characters = at, 0
+        characters += len(text)
+    if texts:
+        yield slice(start, len(texts))
 
 
 def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:

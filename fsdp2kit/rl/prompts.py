@@ -20,6 +20,7 @@ from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.day import settle_day
+from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.formats import content_key
 from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
@@ -58,6 +59,8 @@ class Prompts:
     """Digest of `held_out`."""
     contents: Mapping[str, Content] = field(default_factory=dict)
     """By TOML key, each set of rows that was read."""
+    warnings: Sequence[str] = ()
+    """What a person should look at before training."""
 
     @property
     def columns(self) -> Collection[str]:
@@ -98,6 +101,7 @@ class Prompts:
             f"data: {what}",
             f"an epoch: {self.steps_per_epoch:.1f} steps; a batch of rollouts: {counted(self.per_round, 'prompt')}",
             *held_out,
+            *(f"warning: {text}" for text in self.warnings),
         ]
 
 
@@ -141,7 +145,8 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     if section.path is None:
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
     trained_on = RowSet(section, "data.path")
-    prompts, dropped = _read_set(trained_on, config, tokenizer)
+    warnings: list[str] = []
+    prompts, dropped = _read_set(trained_on, config, tokenizer, warnings)
     contents = {trained_on.key: _content_of(trained_on, prompts, dropped)}
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
@@ -150,7 +155,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         [(kept, out)] = hold_out([keys], evaluation.split, names=[f"{trained_on.key}: {section.path}"])
         prompts, held_out = [prompts[at] for at in kept], [prompts[at] for at in out]
     for one in held_out_sets(config) if config.evaluates else []:
-        found, long = _read_set(one, config, tokenizer)
+        found, long = _read_set(one, config, tokenizer, warnings)
         held_out += found
         contents[one.key] = _content_of(one, found, long)
     most = evaluation.steps * train.global_batch_size if evaluation.steps else None
@@ -170,6 +175,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         held_out=asked,
         held_out_fingerprint=own[0] if own and len(asked) == len(held_out) else digest_of(asked),
         contents=contents,
+        warnings=warnings,
     )
 
 
@@ -185,12 +191,20 @@ def _content_of(one: RowSet, prompts: Sequence[Prompt], dropped: int) -> Content
     return content_of(one.section, one.key, rows=len(prompts) + dropped, digest=digest_of(prompts))
 
 
-def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-    """The prompts that leave room for a response, and the number of those that were dropped."""
+def _read_set(
+    one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase, warnings: list[str]
+) -> tuple[list[Prompt], int]:
+    """The prompts that leave room for a response, and the number of those that were dropped.
+
+    Args:
+        warnings: what a person should know of the rows is added here.
+    """
     section: Any = one.section
+    findings = Findings()
     room = config.data.seq_len - config.rollout.max_new_tokens
     rows = list(RowReader(locate(section, one.key, cache=Cache(Path(config.run.dir))), download=True))
-    prompts = encode_prompts(rows, section, tokenizer)
+    prompts = encode_prompts(rows, section, tokenizer, findings=findings)
+    warnings += findings.warnings(one.key, lambda number: rows[number].where)
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if len(short) < len(prompts) and (section.overlong == "error" or not short):
         at, long = next((at, prompt) for at, prompt in enumerate(prompts) if len(prompt.ids) > room)

@@ -16,7 +16,7 @@ from fsdp2kit import status
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.data.tokens import special_ids
+from fsdp2kit.data.tokens import plain_prompt_ids, special_ids
 from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
@@ -192,7 +192,7 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str
         where: names it in errors.
     """
     if isinstance(prompt, str) and tokenizer.chat_template is None:
-        return tokenizer(prompt)["input_ids"]
+        return plain_prompt_ids(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[-1]["role"] == "assistant":
         raise UserError(where, "ends in the assistant's message, so nothing is asked", "end it in a user's message")

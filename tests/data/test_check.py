@@ -83,7 +83,8 @@ def test_a_row_that_cannot_be_learnt_is_named(tmp_path: Path) -> None:
 
 
 def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 10)
+    rows = [{"messages": [{"role": "user", "content": str(number)}, SINGLE[1]]} for number in range(11)]
+    path = write(tmp_path / "a.jsonl", *rows[:10])
     train = {"epochs": 3, "global_batch_size": 4}
     data = {"path": path, "seq_len": 128, "pack": False}
     config = config_of(tmp_path, data=data, train=train)
@@ -93,7 +94,7 @@ def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, mon
         assert epoch.startswith("an epoch: 10 packs of 128 tokens")
         assert epoch.endswith("in 3 steps"), "two whole batches and a short one"
         assert total == "train: 9 steps"
-    write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 11)
+    write(tmp_path / "a.jsonl", *rows)
     assert count_steps(config) == ["steps of an epoch not counted: data.path is 0 MiB to be tokenised"]
     monkeypatch.undo()
     schedule = {"warmup_steps": 9}

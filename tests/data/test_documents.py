@@ -58,11 +58,11 @@ def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
 def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, monkeypatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", CHAT)
     first = chat(path, seq_len=64)
-    original = tables.encode_rows
-    monkeypatch.setattr(tables, "encode_rows", lambda *_, **__: pytest.fail("tokenised again"))
+    original = tables.encode_documents
+    monkeypatch.setattr(tables, "encode_documents", lambda *_, **__: pytest.fail("tokenised again"))
     assert contents(chat(path, seq_len=64)) == contents(first)
     chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
-    monkeypatch.setattr(tables, "encode_rows", original)
+    monkeypatch.setattr(tables, "encode_documents", original)
     stat = path.stat()
     write_rows(path, [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # not even the time may hide an edit
@@ -220,14 +220,14 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
     """Runs in a worker: rank 0 tokenises, rank 1 only reads what it finds."""
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    calls, original = [], tables.encode_rows
-    tables.encode_rows = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
+    calls, original = [], tables.encode_documents
+    tables.encode_documents = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
     try:
         return chat(path).fingerprint, len(calls)
     except UserError as error:
         return str(error), len(calls)
     finally:
-        tables.encode_rows = original
+        tables.encode_documents = original
 
 
 def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ def preview_of(
         train=TrainConfig(steps=1, global_batch_size=1),
     )
     tokenizer = make_tokenizer(template)
-    loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
+    data = build_data(config, tokenizer=tokenizer, vocab_size=10**6)
+    loader, warnings = data.loader, data.warnings
     assert isinstance(loader, Loader)
-    return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, rows=2, title="x")
+    return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, rows=2, title="x", warnings=warnings)
 
 
 def toml_of(folder: Path, rows: list[dict], data: str, *, recipe: str = "sft") -> tuple[str, Path]:

@@ -1,0 +1,318 @@
+"""Columns of rows that other tools read, and what becomes of each here: it is read, or refused by its name.
+
+Tools: transformers, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune, open-instruct, Megatron, verl, OpenRLHF, OpenAI.
+A column that no table names is metadata (id, source, url, score, …): it is passed over, and the start names it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fsdp2kit.config.data_schema import DataFormat
+
+# 1 for each token (format "tokens") or each message ("chat") to learn, 0 for the others.
+MASKS = (
+    "loss_mask",  # Megatron, NeMo, verl, torchtitan
+    "loss_masks",
+    "completion_mask",  # TRL
+    "assistant_masks",  # transformers, TRL
+    "assistant_mask",
+    "assistant_tokens_mask",
+    "response_mask",  # verl
+    "response_masks",
+    "answer_mask",
+    "output_mask",
+    "action_mask",  # OpenRLHF
+    "target_mask",  # axolotl
+    "train_mask",
+    "trainable_mask",
+    "supervised_mask",
+    "label_mask",
+    "labels_mask",
+)
+# Weights of tokens or messages: read like a mask where they are lists, since 0 and 1 are one.
+WEIGHTS = ("loss_weights", "token_weights", "loss_scale")  # ms-swift's is the last
+# Where the documents of a packed row of tokens begin.
+POSITIONS = ("position_ids", "input_pos")  # transformers, TRL; torchtune. They restart at 0
+LENGTHS = (
+    "seq_lengths",  # TRL
+    "seq_lens",  # torchtune
+    "seqlens",
+    "seq_len",
+    "sequence_lengths",
+    "sample_lengths",
+    "document_lengths",
+    "doc_lengths",
+    "doc_lens",
+    "lengths",
+)
+CUMULATIVE = (
+    "cu_seqlens",  # flash-attn, Megatron
+    "cu_seq_lens",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "cu_seq_lens_q",  # transformers
+    "cu_seq_lens_k",
+    "cu_doc_lens",
+)
+NUMBERS = (
+    "sequence_ids",
+    "seq_ids",
+    "segment_ids",  # T5X, MaxText
+    "document_ids",
+    "doc_ids",
+    "sample_ids",
+    "example_ids",
+    "seq_idx",  # transformers, for Mamba
+)
+# The former name of `tools`: schemas without {"type": "function", "function": …} around them.
+FUNCTIONS = "functions"
+
+# Refused in every format with messages or prompts.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+When = Literal["given", "list", "not one", "false", "bad", "true", "not zero", "not asked", "beside", "no system"]
+
+
+class Refused(NamedTuple):
+    """A column that says what is learnt, and that is not read here."""
+
+    names: tuple[str, ...]
+    formats: tuple[DataFormat, ...]
+    when: When
+    """The values that are refused; see `fsdp2kit.data.column_checks`. Nulls and what is empty never are."""
+    what: str
+    """What the column says."""
+    todo: str
+    """What to do, with ``{name}`` for the column's name."""
+    unless: tuple[str, ...] = ()
+    """The column is passed over where the row has one of these, which are read instead."""
+
+
+_ANSWERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca", "text", "tokens", "preference")
+_WITH_TEMPLATE: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca", "preference", "prompts")
+_WITH_PROMPT: tuple[DataFormat, ...] = ("prompt_completion", "preference", "prompts")
+_SAID_MASK = ("labels", *MASKS, *WEIGHTS)
+
+REFUSED = (
+    # What is learnt, and how much.
+    Refused(
+        (
+            "weight",
+            "weights",
+            "sample_weight",
+            "sample_weights",
+            "example_weight",
+            "instance_weight",
+            "importance_weight",
+            "loss_weight",
+            *WEIGHTS,
+        ),
+        _ANSWERED,
+        "not one",
+        "is a weight in the loss, and all rows count alike",
+        "drop the column, or make rows of one weight a source of data.sources",
+    ),
+    Refused(
+        MASKS,
+        ("prompt_completion", "alpaca", "text", "preference"),
+        "list",
+        "says what is learnt, and only the formats tokens and chat read it",
+        'set data.format to one of them ("tokens" if it has a number for each token)',
+    ),
+    Refused(
+        ("label", "kto_tag", "desirable", "is_desirable", "thumbs_up"),
+        ("chat", "prompt_completion", "alpaca"),
+        "false",
+        "says that the answer is bad, and it would be learnt",
+        "drop such rows, or give pairs of answers to recipe dpo",
+    ),
+    Refused(
+        ("label",),  # TRL's KTO
+        ("prompt_completion",),
+        "bad",
+        "says that the completion is bad, and it would be learnt",
+        "drop such rows, or give pairs of answers to recipe dpo",
+    ),
+    Refused(
+        ("train", "trainable", "learn", "learnable", "supervised", "train_on"),
+        _ANSWERED,
+        "false",
+        "says that the row is not learnt, and it would be",
+        "drop such rows",
+    ),
+    Refused(
+        ("masked", "is_masked", "no_loss", "skip_loss", "ignore_loss", "exclude_from_loss"),
+        _ANSWERED,
+        "true",
+        "says that the row is not learnt, and it would be",
+        "drop such rows",
+    ),
+    Refused(
+        ("margin",),  # TRL's reward models
+        ("preference",),
+        "given",
+        "is a margin between the two answers, which no loss here reads",
+        "drop the column",
+    ),
+    # Tokens.
+    Refused(
+        ("prompt_mask", "mask", "masks", "ignore_mask", "padding_mask"),
+        ("tokens",),
+        "list",
+        "is a mask that tools read in opposite ways",
+        "write loss_mask, 1 for each token to learn",
+        unless=_SAID_MASK,
+    ),
+    Refused(
+        (
+            "prompt_length",
+            "prompt_len",
+            "prompt_lengths",
+            "prompt_lens",
+            "prompt_ids_len",
+            "num_prompt_tokens",
+            "source_len",
+            "source_length",
+            "instruction_length",
+            "answer_start",
+            "completion_start",
+        ),
+        ("tokens",),
+        "not zero",
+        "says where the prompt ends, and all tokens would be learnt",
+        "write labels, −100 for each token of the prompt",
+        unless=_SAID_MASK,
+    ),
+    Refused(
+        (
+            "prompt_ids",
+            "prompt_input_ids",
+            "prompt_token_ids",
+            "query_ids",
+            "completion_ids",
+            "response_ids",
+            "answer_ids",
+            "target_ids",
+            "decoder_input_ids",
+            "shift_labels",
+            "shifted_labels",
+        ),
+        ("tokens",),
+        "list",
+        "says what is learnt, and all tokens of input_ids would be",
+        "write labels, −100 for each token that is not learnt",
+        unless=_SAID_MASK,
+    ),
+    Refused(
+        ("token_type_ids", "mm_token_type_ids"),
+        ("tokens",),
+        "not zero",
+        "holds other types than 0, which models of text alone do not read",
+        "drop the column",
+    ),
+    Refused(
+        (
+            "advantages",
+            "returns",
+            "old_logprobs",
+            "logprobs",
+            "teacher_logprobs",
+            "teacher_logits",
+            "target_logprobs",
+            "target_token_ids",
+        ),
+        ("tokens",),
+        "list",
+        "is a target that cross-entropy does not read",
+        "use the recipe grpo or distill, or drop the column",
+    ),
+    Refused(
+        ("pixel_values", "image_grid_thw", "input_features", "inputs_embeds", "input_embeds", *MEDIA),
+        ("tokens",),
+        "given",
+        "is of an image, a video or audio, and only text is trained",
+        "drop the row",
+    ),
+    # What the model sees before its answer.
+    Refused(
+        (
+            "image_path",
+            "image_paths",
+            "image_url",
+            "image_urls",
+            "image_file",
+            "pixel_values",
+            "input_features",
+            "video_path",
+            "video_url",
+            "audio_path",
+            "audio_url",
+            "media",
+        ),
+        _WITH_TEMPLATE,
+        "given",
+        "is of an image, a video or audio, and only text is trained",
+        "drop the row, or the column if its text does without",
+    ),
+    Refused(
+        (
+            "available_tools",
+            "tool_definitions",
+            "tool_schemas",
+            "tool_list",
+            "tools_json",
+            "function_schemas",
+            "function_definitions",
+        ),
+        _WITH_TEMPLATE,
+        "list",
+        "holds tools, which the prompt would lack",
+        'set data.columns.tools = "{name}"',
+        unless=("tools", FUNCTIONS),
+    ),
+    Refused(
+        ("system_prompt", "system_message", "system_instruction", "system_instructions", "sys_prompt", "preprompt"),
+        _WITH_TEMPLATE,
+        "no system",
+        "is a system prompt, which the conversation would lack",
+        "rename it to system",
+        unless=("system",),
+    ),
+    Refused(
+        ("chat_template",),
+        _WITH_TEMPLATE,
+        "given",
+        "is a chat template of this row's own, and one template renders all rows",
+        "set model.chat_template",
+    ),
+    Refused(
+        ("history", "chat_history", "conversation_history"),  # LLaMA-Factory, ms-swift
+        _WITH_PROMPT,
+        "list",
+        "holds turns before the prompt, which would be left out",
+        'make the prompt a list of messages, or use data.format = "alpaca"',
+    ),
+    Refused(
+        ("input", "context"),  # Alpaca, LLaMA-Factory; Dolly
+        ("prompt_completion", "preference"),
+        "not asked",
+        "is a part of the question that the prompt lacks",
+        'write both into the prompt, or use data.format = "alpaca" (data.columns.input = "{name}")',
+    ),
+    Refused(
+        ("input",),  # Alpaca's and LLaMA-Factory's; of other prompts it may be what a reward reads
+        ("prompts",),
+        "beside",
+        "is a part of the question that the prompt lacks",
+        "write both into the prompt",
+    ),
+    Refused(
+        ("context", "inputs", "passage"),
+        ("alpaca",),
+        "not asked",
+        "is a part of the question that would be left out",
+        'set data.columns.input = "{name}"',
+        unless=("input",),
+    ),
+)

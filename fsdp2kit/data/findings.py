@@ -1,0 +1,94 @@
+"""What is noticed of rows while they are encoded: kept beside their tokens, and said at the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+
+from fsdp2kit.console import counted
+
+_MOST_NAMED = 8  # columns
+
+
+@dataclass
+class Findings:
+    """What a person should know of a set's rows, as counts."""
+
+    rows: int = 0
+    unread: list[str] = field(default_factory=list)
+    """Columns that the format does not read."""
+    conversations: int = 0
+    systems_twice: int = 0
+    """Conversations with two system messages in a row."""
+    first_systems_twice: int | None = None
+    """The number of the first row with such a conversation, from 0."""
+    unwrapped: bool = False
+    """Whether a prompt is plain text although the tokenizer has a chat template."""
+    own_bos: int = 0
+    """Texts that begin with the BOS, which the tokenizer adds as well."""
+    own_eos: int = 0
+    """Texts that end with the EOS, which the tokenizer adds as well."""
+
+    def note_unread(self, names: Iterable[str]) -> None:
+        self.unread += [name for name in names if name not in self.unread]
+
+    def note_conversation(self, *, has_system_twice: bool) -> None:
+        self.conversations += 1
+        self.systems_twice += has_system_twice
+        if has_system_twice and self.first_systems_twice is None:
+            self.first_systems_twice = self.rows
+
+    def note_affixes(self, *, has_bos: bool, has_eos: bool) -> None:
+        self.own_bos += has_bos
+        self.own_eos += has_eos
+
+    def add(self, other: Findings) -> None:
+        """Add the findings of the rows that follow."""
+        if self.first_systems_twice is None and other.first_systems_twice is not None:
+            self.first_systems_twice = self.rows + other.first_systems_twice
+        self.note_unread(other.unread)
+        self.unwrapped |= other.unwrapped
+        self.rows += other.rows
+        self.conversations += other.conversations
+        self.systems_twice += other.systems_twice
+        self.own_bos += other.own_bos
+        self.own_eos += other.own_eos
+
+    def warnings(self, key: str, name: Callable[[int], str]) -> list[str]:
+        """What a person should look at before training.
+
+        Args:
+            key: the TOML key that names the set.
+            name: names a row by its number, from 0.
+        """
+        found = []
+        if self.unwrapped:
+            what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
+            found.append(f'{what}: set data.wrap = "chat"')
+        if self.first_systems_twice is not None:
+            what = f"{self.systems_twice:,} of {counted(self.conversations, 'conversation')} have two system messages"
+            first = name(self.first_systems_twice)
+            found.append(f"{what} in a row, first in {first}: make them one, or drop one")
+        return [f"{key}: {text}" for text in found]
+
+    def notes(self, key: str) -> list[str]:
+        """What was done with the rows, which is right most of the time; ``key`` as of `warnings`."""
+        found = []
+        for count, does, token in ((self.own_bos, "begins", "BOS"), (self.own_eos, "ends", "EOS")):
+            if count:
+                what = f"the {token} token {does} {counted(count, 'text')}, and the tokenizer adds it as well"
+                found.append(f"{what}: one is kept")
+        if self.unread:
+            more = len(self.unread) - _MOST_NAMED
+            others = f" and {more} more" if more > 0 else ""
+            found.append(f"columns not read: {', '.join(self.unread[:_MOST_NAMED])}{others}")
+        return [f"{key}: {text}" for text in found]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Findings:
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})

@@ -1,0 +1,168 @@
+"""Rows that are tokens already: what is learnt of them, and the documents that one row packs together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp2kit.data.column_names import CUMULATIVE, LENGTHS, NUMBERS, POSITIONS
+from fsdp2kit.data.formats import Columns
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
+
+Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
+
+
+def labelled_documents(row: Columns) -> list[Encoded]:
+    """The documents of a row's ``input_ids``, each with what is supervised of it.
+
+    A row is one document, unless ``position_ids``, lengths, or numbers of documents say that it packs several. Its
+    ``labels`` or a mask say what is learnt: labels are those of transformers' collators, not shifted.
+    """
+    where = row.where
+    row["input_ids"]  # required
+    ids = _integers(row.from_json(row.section.column("input_ids")), "input_ids", where)
+    if wrong := [token for token in ids if not 0 <= token < 2**31]:
+        raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
+    starts = _starts(row, len(ids))
+    learnt = _learnt(row, ids, starts)
+    borders = itertools.pairwise([*starts, len(ids)])
+    return [(ids[start:stop], learnt[start:stop]) for start, stop in borders]
+
+
+def _learnt(row: Columns, ids: Sequence[int], starts: Sequence[int]) -> list[bool]:
+    """Whether each token is learnt, by the row's labels and masks, which must agree."""
+    if row.section.train_on == "all":
+        return [True] * len(ids)
+    found: dict[str, list[bool]] = {}
+    # Where only one of them is named, it alone is meant.
+    reads_labels = row.is_named("labels") or not row.is_named("loss_mask")
+    reads_masks = row.is_named("loss_mask") or not row.is_named("labels")
+    if reads_labels and row.given("labels") is not None:
+        name = row.section.column("labels")
+        found[name] = _labelled(row.from_json(name), ids, row.where)
+    if reads_masks:
+        found |= row.masks(len(ids), "input_ids")
+    if not found:
+        return [True] * len(ids)
+    names = list(found)
+    first = found[names[0]]
+    # A document's first token is never a target: what is said of it does not matter.
+    targets = set(range(len(ids))) - set(starts)
+    for name in names[1:]:
+        wrong = [at for at, pair in enumerate(zip(first, found[name], strict=True)) if pair[0] != pair[1]]
+        if differ := targets.intersection(wrong):
+            at = min(differ)
+            one, other = (names[0], name) if first[at] else (name, names[0])
+            what = f"{one} says that token {at} is learnt, and {other} that it is not"
+            todo = f'let them agree, or say which is meant: data.columns.labels = "labels" or .loss_mask = "{name}"'
+            raise UserError(row.where, what, todo)
+    return first
+
+
+def _labelled(labels: Any, ids: Sequence[int], where: str) -> list[bool]:
+    labels = _integers(labels, "labels", where)
+    if len(labels) != len(ids):
+        raise UserError(where, f"{len(labels)} labels for {len(ids)} input_ids", "give one label a token")
+    for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, IGNORE):
+            what = f"labels[{at}] is {label}, neither input_ids[{at}] = {token} nor {IGNORE}"
+            raise UserError(where, what, "labels are not shifted here: the loss shifts them")
+    return [label != IGNORE for label in labels]
+
+
+def _starts(row: Columns, count: int) -> list[int]:
+    """The index of each document's first token, ascending; all columns that say it must agree."""
+    found: dict[str, list[int]] = {}
+    readers = [(POSITIONS, _from_positions), (LENGTHS, _from_lengths), (CUMULATIVE, _from_cumulative)]
+    readers.append((NUMBERS, _from_numbers))
+    for names, read in readers:
+        for name in names:
+            value = row.from_json(name)
+            if isinstance(value, list):  # one number is something else
+                found[name] = read(value, count, name, row.where)
+    mask = row.from_json("attention_mask")
+    if mask is not None:
+        numbers = _integers(mask, "attention_mask", row.where, booleans=True)
+        if 0 in numbers:
+            raise UserError(row.where, "attention_mask holds zeros: the row is padded", "give rows without padding")
+        starts = _from_numbers(numbers, count, "attention_mask", row.where)
+        if len(starts) > 1:  # axolotl numbers the documents of a pack in it
+            found["attention_mask"] = starts
+    if not found:
+        return [0]
+    (first, starts), *others = found.items()
+    for name, other in others:
+        if other != starts:
+            at = min(set(other) ^ set(starts))
+            one = first if at in starts else name
+            what = f"{first} and {name} differ: by {one} alone a document begins at token {at}"
+            raise UserError(row.where, what, f'mend them, or set data.columns.ignore = ["{name}"]')
+    return starts
+
+
+def _from_positions(value: list[Any], count: int, name: str, where: str) -> list[int]:
+    """Documents begin where positions restart at 0."""
+    if any(isinstance(one, list) for one in value):
+        what = f"{name} is a list of lists, as models of images have it, and only text is trained"
+        raise UserError(where, what, f"give {name} as a list of integers, or drop it")
+    positions = _counted(value, count, name, where)
+    for at, (before, here) in enumerate(zip([-1, *positions], positions, strict=False)):
+        if here != 0 and (here != before + 1 or at == 0):
+            follows = f"begins at {here}" if at == 0 else f"goes from {before} to {here} at token {at}"
+            todo = "let positions count from 0 in each document, or drop the column"
+            raise UserError(where, f"{name} {follows}", todo)
+    return [at for at, here in enumerate(positions) if here == 0] or [0]
+
+
+def _from_lengths(value: list[Any], count: int, name: str, where: str) -> list[int]:
+    lengths = _integers(value, name, where)
+    if any(one < 0 for one in lengths) or sum(lengths) != count:
+        what = f"{name} holds lengths of {sum(lengths)} tokens in all, and input_ids has {count}"
+        raise UserError(where, what, "give the length of each document of the row")
+    return _of_ends([0, *itertools.accumulate(lengths)], count)
+
+
+def _from_cumulative(value: list[Any], count: int, name: str, where: str) -> list[int]:
+    ends = _integers(value, name, where)
+    if ends[:1] != [0] or ends[-1] != count or ends != sorted(ends):
+        what = f"{name} does not ascend from 0 to the row's {count} tokens"
+        raise UserError(where, what, "give the first token of each document, and the number of tokens as its end")
+    return _of_ends(ends, count)
+
+
+def _from_numbers(value: list[Any], count: int, name: str, where: str) -> list[int]:
+    """Documents begin where the number of the document changes."""
+    numbers = _counted(value, count, name, where)
+    starts = [at for at, here in enumerate(numbers) if at == 0 or here != numbers[at - 1]]
+    of_documents = [numbers[at] for at in starts]
+    if len(set(of_documents)) < len(of_documents):
+        twice = next(one for one in of_documents if of_documents.count(one) > 1)
+        what = f"{name} comes back to document {twice} after another one"
+        raise UserError(where, what, "put the tokens of a document together")
+    if len(starts) > 1 and of_documents[-1] <= 0 < max(of_documents):
+        what = f"{name} ends in {of_documents[-1]} after documents of higher numbers: the row is padded"
+        raise UserError(where, what, "give rows without padding")
+    return starts or [0]
+
+
+def _of_ends(ends: Sequence[int], count: int) -> list[int]:
+    """The first tokens of documents that are not empty."""
+    return sorted({end for end in ends if end < count}) or [0]
+
+
+def _counted(value: list[Any], count: int, name: str, where: str) -> list[int]:
+    numbers = _integers(value, name, where)
+    if len(numbers) != count:
+        raise UserError(where, f"{name} has {len(numbers)} entries for {count} input_ids", "give one a token")
+    return numbers
+
+
+def _integers(value: Any, name: str, where: str, *, booleans: bool = False) -> list[int]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise UserError(where, f"{name} is of type {type(value).__name__}", f"give {name} as a list of integers")
+    kinds = (int, bool) if booleans else (int,)
+    if wrong := [item for item in value if type(item) not in kinds]:
+        raise UserError(where, f"{name} holds {wrong[0]!r}", f"give {name} as a list of integers")
+    return [int(item) for item in value]
