@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fsdp2kit import status
+from fsdp2kit.console import visible
 from fsdp2kit.files import open_own
 from fsdp2kit.redaction import without_secrets
 
@@ -38,7 +39,7 @@ def keep_nowhere() -> None:
 
 
 def write_traceback(text: str) -> bool:
-    """Append a text, without secrets, to this rank's file in ``errors/``.
+    """Append a text, without secrets and control characters, to this rank's file in ``errors/``.
 
     Returns:
         False without a run directory, or if the disk refuses.
@@ -51,7 +52,7 @@ def write_traceback(text: str) -> bool:
         handle = open_own(_folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_APPEND)
         with os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace") as file:
             position = f"rank {rank} on {platform.node()}, {status.position()}"
-            file.write(f"{now} {position}\n{without_secrets(text)}\n")
+            file.write(f"{now} {position}\n{visible(without_secrets(text))}\n")
     except OSError:
         return False
     return True
