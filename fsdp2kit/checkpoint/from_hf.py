@@ -84,8 +84,11 @@ def write_weights(
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
     carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
-    clear_beside(out, PARTIAL)  # of conversions that were cut short
-    staging = make_beside(out, PARTIAL)
+    try:
+        clear_beside(out, PARTIAL)  # of conversions that were cut short
+        staging = make_beside(out, PARTIAL)
+    except OSError as error:
+        raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     # Tensors that always stay in float32 do not tell the model's dtype.
     follows = tensor_dtypes(model, torch.bfloat16)

@@ -101,7 +101,7 @@ def dtype_of(fields: Mapping[str, Any]) -> str | None:
 
 def config_text(fields: Mapping[str, Any]) -> str:
     """The text of a config.json."""
-    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def _dtype_name(fields: Mapping[str, Any]) -> str:
