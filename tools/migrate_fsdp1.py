@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     for field in found.unknown:
         print(f"unknown, not translated: {field}", file=sys.stderr)
+    for key in found.needs:
+        print(f"to be given, the file does not say it: {key}", file=sys.stderr)
     environment = f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.world_size // found.nodes}"
     print(f"check it: {environment} python -m fsdp2kit.run {toml} --check", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import build_data
+from fsdp2kit.data.build import RANDOM, build_data
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import held_out_sets, is_url, locate, training_sets
@@ -72,7 +72,9 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         UserError: as `build_data` does.
     """
     no_text = config.data.format == "synthetic" and model is None
-    if config.data.streaming or no_text or config.data.format in ASKED:
+    if no_text:
+        return [f"data: random tokens ({RANDOM})"]
+    if config.data.streaming or config.data.format in ASKED:
         return []
     sets, tokenizer = [], None
     if config.data.format != "synthetic":

@@ -311,14 +311,16 @@ def pieces_of(ids: np.ndarray, supervised: np.ndarray, tokenizer: Tokenizer) -> 
 def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to files, as data that is read whole."""
 
-    def copied(section: Any, name: str) -> dict[str, str]:
+    def copied(section: Any, name: str, configuration: str) -> dict[str, str | None]:
         file, rows = folder / f"{name}.jsonl", first_rows(section, "data.path", STREAM_ROWS)
         file.write_text("".join(json.dumps(row.parse(), default=str) + "\n" for row in rows), encoding="utf-8")
-        return {"path": str(file), "split": "train"}
+        return {"path": str(file), "split": "train", "formatter": None, configuration: None}
 
     data = config.data
-    sources = [one.model_copy(update=copied(one, str(number))) for number, one in enumerate(data.sources)]
-    own = copied(data, "data") if data.path is not None else {}
+    sources = [
+        one.model_copy(update=copied(one, str(number), "config_name")) for number, one in enumerate(data.sources)
+    ]
+    own = copied(data, "data", "name") if data.path is not None else {}
     return _changed(config, data={"streaming": False, "sources": sources, **own})
 
 

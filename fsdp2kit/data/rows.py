@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator, Mapping
@@ -26,7 +27,17 @@ import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
-from fsdp2kit.data.sources import COMPRESSED, Location, first_line, is_url, locate, suffix_of
+from fsdp2kit.data.sources import (
+    COMPRESSED,
+    Location,
+    first_line,
+    is_url,
+    locate,
+    no_configuration,
+    quiet,
+    several_configurations,
+    suffix_of,
+)
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 
@@ -127,8 +138,8 @@ def hub_content(location: Location) -> str:
     """What identifies a hub dataset's rows: its files in the cache, named by revision, configuration and split."""
     import datasets
 
-    with _readable(location), _quiet():
-        rows = datasets.load_dataset(location.path, split=location.split)
+    with _readable(location), quiet():
+        rows = datasets.load_dataset(location.path, location.name, split=location.split)
     content = [len(rows), [file["filename"] for file in rows.cache_files]]
     return json.dumps([*content, location.limit] if location.limit else content)
 
@@ -165,36 +176,37 @@ def _readable(location: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if location.kind == "hub":
+            _check_configuration(error, location)
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         what = f"cannot be read as {location.kind} ({first_line(reason or error)})"
         todo = todo_of_cache(error) or "check the path, the split and the file"
         raise UserError(location.where, what, todo) from error
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence `datasets`' progress bars and warnings, which every rank would print."""
-    import datasets
-
-    verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()
+def _check_configuration(error: Exception, location: Location) -> None:
+    """Raise the error of a configuration that is not named, or is not there, if that is what `datasets` says."""
+    text = str(error)
+    listed = re.search(r"(?:available configs|Available|in the cache): ?\[(.*?)\]", text)
+    names = re.findall(r"'([^']*)'", listed[1]) if listed else []
+    if cached := re.search(r"There are multiple .* configurations in the cache: (.*)", text):
+        names = cached[1].split(", ")
+    if names and location.name is None:
+        raise several_configurations(location.where, names, name_key=location.name_key) from None
+    if names and location.name not in names:
+        where = location.where
+        raise no_configuration(where, str(location.name), names, name_key=location.name_key) from None
 
 
-@_quiet()
+@quiet()
 def _open_table(location: Location, file: str, *, download: bool) -> Any:
     """A `datasets.IterableDataset` of one file, of a saved dataset or of a hub dataset."""
     import datasets
 
     if location.kind == "hub":
         cache = str(location.cache.for_hub())
-        found = datasets.load_dataset(location.path, split=location.split, streaming=not download, cache_dir=cache)
+        options: Any = {"split": location.split, "streaming": not download, "cache_dir": cache}
+        found = datasets.load_dataset(location.path, location.name, **options)
         return found.to_iterable_dataset() if download else found
     if location.kind == "saved":
         saved = datasets.load_from_disk(location.path)
