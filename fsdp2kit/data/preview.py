@@ -27,7 +27,7 @@ from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
-from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
+from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, tokens_beyond
 
 STREAM_ROWS = 5000
 SAMPLE = 2000  # documents, or rows, that are read for the warnings
@@ -129,7 +129,7 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
         positions = beyond_positions(hf_config, seq_len=config.data.seq_len)
     except UserError:  # the model is not on this machine
         vocab_size = len(tokenizer)
-    vocab_size = max(vocab_size, *(token + 1 for token in new_tokens(tokenizer)), 0)
+    vocab_size = max([vocab_size, *(token + 1 for token in tokens_beyond(tokenizer, vocab_size))])
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
@@ -158,11 +158,13 @@ def _find_refusals(config: Any, loader: Loader) -> list[str]:
     too_long = sum(part.documents.report.truncated for part in loader.parts)
     if config.data.overlong == "error" and too_long:
         found.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
-    if not config.data.streaming:
-        try:
+    try:
+        if "other_tokenizer" not in config.preflight.allow:
+            check_same_tokens(config.model)
+        if not config.data.streaming:
             config.lr_schedule.warmup(config.train.total_steps(loader.steps_per_epoch))
-        except UserError as problem:
-            found.append(f"this would be refused: {problem}")
+    except UserError as problem:
+        found.append(f"this would be refused: {problem}")
     return found
 
 

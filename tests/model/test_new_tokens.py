@@ -23,7 +23,7 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError
 from fsdp2kit.model import weights
-from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.run import load
@@ -144,8 +144,12 @@ def test_nothing_is_added_where_nothing_is_needed(tmp_path: Path) -> None:
     ("frozen", "lora", "says"),
     [
         (["model.embed_tokens.*"], {}, r"model.freeze: freezes the embedding, to which .* adds 2 tokens"),
-        ([], {"rank": 2}, r"model.chat_template: adds 2 tokens, .* frozen .*that have them"),
-        ([], {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}, r"model.chat_template: adds 2 tokens"),
+        (
+            [],
+            {"rank": 2},
+            r'model.chat_template: adds 2 .* frozen .*modules_to_save = \["embed_tokens", "lm_head"\].*have them',
+        ),
+        ([], {"rank": 2, "modules_to_save": ["lm_head"]}, r"model.chat_template: adds 2 tokens"),
     ],
 )
 def test_a_frozen_embedding_cannot_learn_new_tokens(
@@ -154,6 +158,101 @@ def test_a_frozen_embedding_cannot_learn_new_tokens(
     section = ModelConfig(path=str(save_base(tmp_path, "llama3")), chat_template="chatml", freeze=frozen)
     with pytest.raises(UserError, match=says):
         build_model(section, lora=LoraConfig(**lora))
+
+
+def with_added(base: Path, out: Path, *tokens: str, template: str | None = "chatml") -> Path:
+    """A copy of a base model's tokenizer to which a user added tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    if template:
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer.save_pretrained(out)
+    return out
+
+
+TOOLS = ("<|im_start|>", "<|im_end|>", "<tool_a>")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["beside", "inside"])
+def test_tokens_that_a_user_added_get_rows(kind: str, where: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path, kind)
+    folder = with_added(base, base if where == "inside" else tmp_path / "tokens", *TOOLS)
+    section = ModelConfig(path=str(base), tokenizer=str(folder) if where == "beside" else None)
+    stored = json.loads((base / "config.json").read_text())["vocab_size"]
+    new = tuple(range(stored, stored + 3))
+    model = build_model(section)
+    assert (source_of(model).new_tokens, model.config.vocab_size) == (new, stored + 3)
+    found = loaded_in_one(section)
+    for key, expected in expected_of(base, new=new).items():
+        np.testing.assert_allclose(found[key], expected, rtol=1e-6, atol=1e-8, err_msg=key)
+    # A vocabulary that is rounded up: the rows without a token are the mean, too.
+    rounded = loaded_in_one(section.model_copy(update={"config": {"vocab_size": stored + 60}}))
+    for key, expected in expected_of(base, new=range(stored, stored + 60)).items():
+        np.testing.assert_allclose(rounded[key], expected, rtol=1e-6, atol=1e-8, err_msg=key)
+
+
+def test_added_tokens_that_have_rows_keep_them(tmp_path: Path) -> None:
+    base = save_base(tmp_path, "llama3", padding=64)
+    section = ModelConfig(path=str(base), tokenizer=str(with_added(base, tmp_path / "tokens", *TOOLS)))
+    stored = load_file(base / "model.safetensors")
+    assert source_of(build_model(section)).new_tokens == ()
+    found = loaded_in_one(section)
+    assert all(
+        np.array_equal(found[name], stored[name].numpy()) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+
+
+def test_a_larger_vocabulary_of_another_model_gets_no_rows(tmp_path: Path) -> None:
+    base = save_base(tmp_path, "llama3")
+    make_tokenizer(None).save_pretrained(tmp_path / "other")
+    other = AutoTokenizer.from_pretrained(tmp_path / "other")
+    assert other.vocab_size > 260
+    other.add_tokens(["<tool_a>"])
+    other.save_pretrained(tmp_path / "other")
+    section = ModelConfig(path=str(base), tokenizer=str(tmp_path / "other"))
+    assert build_model(section).config.vocab_size == json.loads((base / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("smollm2", 2), full("llama3", 2)])
+def test_a_run_with_added_tokens_is_resumed_and_exported(
+    kind: str, size: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path, kind)
+    folder = with_added(base, tmp_path / "tokens", *TOOLS)
+    rows = [{"messages": [*QUESTION, {"role": "assistant", "content": "<tool_a> Yes, wet."}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    toml = write_toml(tmp_path, base)
+    options = [f"model.tokenizer={folder}", "model.chat_template=none", "fsdp.param_dtype=float32"]
+    options += ["train.global_batch_size=2", "optimizer.lr=1e-2", "lr_schedule.name=constant"]
+    stored = json.loads((base / "config.json").read_text())["vocab_size"]
+    said = pool.run(size, run_recipe, str(toml), [*options, "train.steps=2", "train.micro_batch_size=1"])[0]
+    named = ", ".join(f"{text} ({stored + at})" for at, text in enumerate(TOOLS))
+    assert f"tokenizer: new tokens {named}; their rows begin as the mean of the others\n" in said
+    pool.run(1, run_recipe, str(toml), [*options, "train.steps=4"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == stored + 3
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+    assert tokenizer.convert_tokens_to_ids("<tool_a>") == stored + 2
+
+    # The same four steps by plain transformers, which gets the same rows.
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain.resize_token_embeddings(stored + 3, mean_resizing=False)
+    weights = {name: torch.tensor(value) for name, value in expected_of(base, new=range(stored, stored + 3)).items()}
+    plain.load_state_dict(weights, strict=False)
+    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    labels = ids.clone()
+    labels[0, : labels[0].tolist().index(stored + 2)] = -100
+    labels[0, labels[0].tolist().index(stored + 1, labels.shape[1] - 3) + 1 :] = -100
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(4):
+        plain(input_ids=ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 def write_toml(folder: Path, base: Path) -> Path:
