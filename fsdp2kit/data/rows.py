@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
+from fsdp2kit.data.formatter import formatted
 from fsdp2kit.data.sources import (
     COMPRESSED,
     Location,
@@ -52,12 +54,16 @@ class Row:
     content: dict[str, Any] | bytes
     """Columns by name, or a line of JSON that `parse` reads."""
     where: str
+    formatter: str | None = None
+    """``path.py:function`` or ``module:function`` of what makes the row."""
 
     def parse(self) -> dict[str, Any]:
-        """The row's columns."""
+        """The row's columns, or those that the formatter makes of them."""
         if isinstance(self.content, dict):
-            return self.content
-        return _as_row(_parse_json(self.content, self.where), self.where)
+            columns = self.content
+        else:
+            columns = _as_row(_parse_json(self.content, self.where), self.where)
+        return columns if self.formatter is None else formatted(self.formatter, columns, self.where)
 
 
 class RowReader:
@@ -96,7 +102,7 @@ class RowReader:
                     skip -= 1
                 else:
                     is_empty = False
-                    yield row
+                    yield row if location.formatter is None else replace(row, formatter=location.formatter)
         if is_empty:
             raise UserError(location.where, "there are no rows", "give data with at least one row")
 
@@ -253,9 +259,55 @@ def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
 
 
 def _open_file(file: str) -> Any:
+    if file.lower().endswith(".zst"):  # for fsspec's own an extra package is needed, which has no lines
+        return io.BufferedReader(_Zstd(file))
     if is_url(file) or file.lower().endswith(COMPRESSED):
         return fsspec.open(file, "rb", compression="infer")
     return Path(file).open("rb")
+
+
+class _Zstd(io.RawIOBase):
+    """What is in a zstd file or URL, in all of its frames, as it is decompressed. Going back starts anew."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stored: Any = fsspec.open(self._file, "rb").open()
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._stored, mode="r"), "zstd")
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the length is not known")
+        wanted = offset + (self._at if whence == io.SEEK_CUR else 0)
+        if wanted < self._at:
+            self._stored.close()
+            self._begin()
+        while self._at < wanted and (data := self._stream.read(min(1 << 20, wanted - self._at))):
+            self._at += len(data)
+        return self._at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stored.close()
+        super().close()
 
 
 def _is_array(content: BinaryIO) -> bool:

@@ -34,6 +34,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.day import day_of, writes_date
 from fsdp2kit.data.formats import answers_per_row, row_key
+from fsdp2kit.data.formatter import formatter_digest
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.data.template import Tokenizer
@@ -189,7 +190,16 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("rows.py", "formats.py", "chat.py", "template.py", "day.py", "tokens.py", "tables.py"):
+    for name in (
+        "rows.py",
+        "formatter.py",
+        "formats.py",
+        "chat.py",
+        "template.py",
+        "day.py",
+        "tokens.py",
+        "tables.py",
+    ):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 
@@ -257,6 +267,8 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
     ]
     if section.format not in ("text", "tokens") and writes_date(tokenizer):
         parts.append(str(day_of(tokenizer)))
+    if section.formatter is not None:
+        parts.append(formatter_digest(section.formatter))
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -156,12 +156,13 @@ def _has_same_files(own: str, given: str) -> bool:
 
     It saves loading both.
     """
-    parts = []
-    for source in (own, given):
-        try:
-            parts.append(json.loads((Path(source).expanduser() / "tokenizer.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return False
+    try:
+        files = [(Path(source).expanduser() / "tokenizer.json").read_bytes() for source in (own, given)]
+        if files[0] == files[1]:
+            return True
+        parts = [json.loads(file) for file in files]
+    except (OSError, ValueError):
+        return False
     added = [{token["content"]: token["id"] for token in one.get("added_tokens") or ()} for one in parts]
     if any(added[1][text] != token for text, token in added[0].items() if text in added[1]):
         return False

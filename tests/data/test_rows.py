@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 from dataclasses import replace
@@ -194,7 +195,7 @@ def test_a_folder_with_several_configurations(readme: str, tmp_path: Path) -> No
         CONFIGS.replace("- config_name: socratic\n", "- config_name: socratic\n  default: true\n"),
         CONFIGS.replace("socratic\n  data", "default\n  data"),
         "---\nconfigs:\n- config_name: only\n  data_files: main/test-*\n---\n",
-        "---\nconfigs:\n- {config_name: a, data_dir: main, default: true}\n- {config_name: b, data_dir: socratic}\n---\n",
+        "---\nconfigs:\n- {config_name: a, data_dir: main, default: true}\n- {config_name: b, data_dir: main}\n---\n",
         "---\nconfigs:\n- config_name: a\n  data_files: [{split: train, path: [main/test*, socratic/train*]}]\n---\n",
     ],
 )
@@ -345,11 +346,55 @@ def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> 
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+# As `zstd` writes it: {"n": 1} and {"n": 2}, each a line and a frame, then a frame to be skipped, then {"n": 3}.
+ZSTD = bytes.fromhex(
+    "28b52ffd04584900007b226e223a20317d0ad821b83128b52ffd04584900007b226e223a20327d0a8fa0609c502a4d18"
+    "040000006162636428b52ffd04584900007b226e223a20337d0ae3420ae8"
+)
+
+
+@pytest.mark.parametrize("path", ["{}", "file://{}"])
+def test_all_frames_of_a_zstd_file_are_read(path: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(ZSTD)
+    assert read(path.format(tmp_path / "a.jsonl.zst")) == [{"n": 1}, {"n": 2}, {"n": 3}]
+    rows = [{"text": f"row {number} ü"} for number in range(3000)]
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    frames = [
+        pa.compress(b"".join(part), codec="zstd", asbytes=True) for part in (lines[:7], lines[7:2000], lines[2000:])
+    ]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(frames))
+    assert read(path.format(tmp_path / "b.jsonl.zst")) == rows
+    (tmp_path / "c.json.zst").write_bytes(pa.compress(json.dumps(rows).encode(), codec="zstd", asbytes=True))
+    assert read(path.format(tmp_path / "c.json.zst")) == rows
+    (tmp_path / "d.csv.zst").write_bytes(pa.compress(b"a,b\n1,2\n", codec="zstd", asbytes=True))
+    assert read(path.format(tmp_path / "d.csv.zst")) == [{"a": "1", "b": "2"}]
+
+
+def test_a_zstd_file_is_read_from_any_position(tmp_path: Path) -> None:
+    rows = [{"n": number} for number in range(5000)]
+    frames = [
+        pa.compress("".join(json.dumps(row) + "\n" for row in part).encode(), codec="zstd", asbytes=True)
+        for part in (rows[:4000], rows[4000:])
+    ]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    location = locate(DataConfig(path=str(tmp_path / "a.jsonl.zst")))
+    for count in (1, 3999, 4000, 4999):
+        reader = RowReader(location)
+        list(itertools.islice(reader, count))
+        assert [row.parse() for row in RowReader(location, reader.position)] == rows[count:]
+
+
+def _zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
 def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
-    whole = {"gz": gzip, "bz2": bz2, "xz": lzma}[suffix].compress(b'{"a": 1}\n' * 10_000)
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": _zstd}[suffix]
+    whole = compress(b'{"a": 1}\n' * 10_000)
     path, middle = tmp_path / f"a.jsonl.{suffix}", len(whole) // 2
-    for content in (whole[:middle] + bytes(8) + whole[middle + 8 :], whole[:middle], b"no such thing"):
+    damaged = [whole[:middle] + bytes(8) + whole[middle + 8 :]] if suffix != "zst" else [whole + whole[:-3]]
+    for content in (*damaged, whole[:middle], b"no such thing"):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path}: cannot be read"):
             read(path)
