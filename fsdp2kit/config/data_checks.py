@@ -39,13 +39,12 @@ def _check_used(config: TrainingConfig) -> None:
     data, evaluation = config.data, config.eval
     parts = {f"data.sources.{at}": part for at, part in enumerate(data.sources)}
     parts |= {f"eval.sets.{name}": part for name, part in evaluation.sets.items()}
-    formats = list(dict.fromkeys([data.format, *(part.format or data.format for part in parts.values())]))
+    formats: list[DataFormat] = [data.format, *(part.format or data.format for part in parts.values())]
     # A mix has no rows of `data.format` if all of its sources have formats of their own.
-    for key, section, read_as in (
-        ("data", data, formats),
-        ("eval", evaluation, [data.format]),
-        *((key, part, [part.format or data.format]) for key, part in parts.items()),
-    ):
+    read: list[tuple[str, Any, list[Any]]] = [("data", data, formats), ("eval", evaluation, [data.format])]
+    for key, part in parts.items():
+        read.append((key, part, [part.format or data.format]))
+    for key, section, read_as in read:
         for name in section.changed():
             users, value = USED_BY.get(name), getattr(section, name)
             if users is None or (key == "eval" and name == "split"):  # synthetic tokens have an evaluation, too

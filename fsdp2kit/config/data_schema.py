@@ -129,9 +129,10 @@ def _refuse_unused(schema: dict[str, Any], owner: type[BaseModel]) -> None:
         return
     defaults = {name: field.default for name, field in owner.model_fields.items() if name in USED_BY}
     unused = {name: value for name, value in defaults.items() if "synthetic" not in USED_BY[name]}
-    schema["if"] = {"properties": {"format": {"const": "synthetic"}}}
+    condition: dict[str, Any] = {"properties": {"format": {"const": "synthetic"}}}
     if form.default != "synthetic":
-        schema["if"]["required"] = ["format"]
+        condition["required"] = ["format"]
+    schema["if"] = condition
     schema["then"] = {
         "properties": {name: False if value is None else {"const": value} for name, value in unused.items()}
     }

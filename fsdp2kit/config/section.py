@@ -67,7 +67,7 @@ def _absolute_function(value: object, info: ValidationInfo) -> object:
     path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not path.endswith(".py"):
         return value
-    file = str(absolute_path(type(value)(path), info))
+    file = str(absolute_path(OverrideText(path) if isinstance(value, OverrideText) else path, info))
     if info.context and not Path(file).is_file():
         raise ValueError(f"{file}: no such file")
     return f"{file}{colon}{name}"

@@ -172,7 +172,7 @@ def _has_same_files(own: str, given: str) -> bool:
 def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
     """What tells the ids of two tokenizers apart, in words; "" for nothing."""
     ids, others = known.get_vocab(), other.get_vocab()
-    moved = [text for text, token in ids.items() if others.get(text, token) != token]
+    moved = sorted((text for text, token in ids.items() if others.get(text, token) != token), key=ids.__getitem__)
     # Tokens of plain text first: people recognise them.
     plain = [text for text in moved if text.isascii() and text.isalpha()] or moved
     if plain:
@@ -181,6 +181,7 @@ def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
     reserved = known.added_tokens_decoder
     texts = {token: text for text, token in others.items()}
     clashes = [text for text, token in ids.items() if token not in reserved and texts.get(token, text) != text]
+    clashes.sort(key=ids.__getitem__)
     if len(clashes) > _CLASHES * len(ids):
         text = clashes[0]
         return f"id {ids[text]} is {text!r} there, and {texts[ids[text]]!r} here ({len(clashes):,} ids differ)"
