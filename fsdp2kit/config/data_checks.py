@@ -92,6 +92,10 @@ def _check_sources(data: DataConfig) -> None:
         return
     if data.path is not None:
         raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
+    for name, own in (("name", "config_name"), ("split", "split")):
+        if name in data.changed():
+            what = f"{getattr(data, name)!r} with data.sources, each of which has its own"
+            raise UserError(f"data.{name}", what, f"set {own} in the sources that need it")
     with_weight, with_epochs = (
         sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
     )
@@ -138,6 +142,8 @@ def _check_evaluation(config: TrainingConfig) -> None:
             raise UserError(
                 "eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets"
             )
+        if evaluation.name is not None:
+            raise UserError("eval.name", f"{evaluation.name!r}, and eval.split = {what}", "leave one of them out")
         if data.format == "synthetic":
             raise UserError("eval.split", f"{what}, which is generated", 'name a split: eval.split = "validation"')
     held_out: list[_Rows] = [(part.path, part.configuration, part.split) for part in evaluation.sets.values()]

@@ -60,6 +60,15 @@ CASES = {
         {"data": {"sources": [{**A, "format": "text", "columns": {"messages": "m"}}, B]}},
         "data.columns.messages: 'm' with data.format = 'text', which reads no messages",
     ),
+    "name beside sources": ({"data": {"name": "a", "sources": [A, B]}}, "data.name: 'a' with .* set config_name in"),
+    "split beside sources": (
+        {"data": {"split": "test", "sources": [A, B]}},
+        "data.split: 'test' with .* set split in",
+    ),
+    "name of a share": (
+        {"data": A, "eval": {"every": 1, "name": "a", "split": 0.1}},
+        "eval.name: 'a', and eval.split",
+    ),
     "patience without": ({"data": A, "eval": {"patience": 2}}, "set eval.every"),
 }
 
