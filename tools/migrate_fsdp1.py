@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         show(f"warning: {warning}", file=sys.stderr)
     for field in found.unknown:
         show(f"unknown, not translated: {field}", file=sys.stderr)
+    for key in found.needs:
+        show(f"to be given, the file does not say it: {key}", file=sys.stderr)
     environment = f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.world_size // found.nodes}"
     show(f"check it: {environment} python -m fsdp2kit.run {toml} --check", file=sys.stderr)
     return 0

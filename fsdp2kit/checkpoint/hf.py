@@ -305,7 +305,7 @@ def _choose_dtype(
 def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
     """Every tensor of the model, by name and in its order: its key in the checkpoint, and a meta tensor like it."""
     if base is not None and model is not None:
-        with open_pretrained(model, base, allow_unexpected=True) as tensors:
+        with open_pretrained(model, base, allow_unexpected=True, grow=True) as tensors:
             metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
         return {name: (name, metas[name]) for name in model.state_dict() if name in metas}
     stored = SafeReader(checkpoint).stored_tensors()
@@ -449,7 +449,7 @@ def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: 
                 share.result()
         reader: TensorReader = StoredTensors(SafeReader(plan.checkpoint))
         if plan.base is not None and plan.model is not None:
-            base = checked.enter_context(open_pretrained(plan.model, plan.base, allow_unexpected=True))
+            base = checked.enter_context(open_pretrained(plan.model, plan.base, allow_unexpected=True, grow=True))
             reader = MergedTensors(plan.config_dir, base, reader)
         if plan.carried is not None:
             reader = checked.enter_context(beside_carried(plan.carried, reader))

@@ -179,10 +179,16 @@ class Assets:
         def named(tokens: Sequence[int]) -> str:
             return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
 
-        notes, new = [*self.warnings], new_tokens(tokenizer)
+        notes = [*self.warnings]
+        markers = new_tokens(tokenizer)
+        others = [token for token in source.new_tokens if token not in markers and token < len(tokenizer)]
         _, added = generation_config(source.config, tokenizer=tokenizer, source=source.directory, stops=self.stops)
-        if new:
-            notes.append(f"model.chat_template: new tokens {named(new)}; their rows begin as the mean of the others")
+        begin = "their rows begin as the mean of the others"
+        if markers:
+            notes.append(f"model.chat_template: new tokens {named(markers)}; {begin}")
+        if others:
+            stay = "" if source.trains_new else ", and stay so: the embedding is frozen"
+            notes.append(f"tokenizer: new tokens {named(others)}; {begin}{stay}")
         if added:
             notes.append(f"export: generation_config.json also stops at {named(added)}, which ends what is trained")
         return notes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
-from fsdp2kit.config.data_schema import COLUMNS
+from fsdp2kit.config.data_schema import COLUMNS, IDLE, USED_BY
 from fsdp2kit.config.schema import DataConfig, DataFormat, PreferenceDataConfig, TrainingConfig
 from fsdp2kit.errors import UserError
+
+_Rows = tuple[str | None, str | None, Any]  # a set's path, its configuration and its split
 
 
 def check_data(config: TrainingConfig) -> None:
@@ -20,11 +24,7 @@ def check_data(config: TrainingConfig) -> None:
         )
         what = f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one'
         raise UserError("data.format", what, todo)
-    parts = (*data.sources, *config.eval.sets.values())
-    formats = {data.format, *(part.format for part in parts)}
-    if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
-        what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
-        raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')
+    _check_used(config)
     _check_columns(config)
     if data.format == "preference" and any(part.format for part in data.sources):
         raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
@@ -32,6 +32,39 @@ def check_data(config: TrainingConfig) -> None:
     if data.streaming:
         _check_streaming(config)
     _check_evaluation(config)
+
+
+def _check_used(config: TrainingConfig) -> None:
+    """Refuse keys with another value than their default that no format in use reads (`USED_BY`)."""
+    data, evaluation = config.data, config.eval
+    parts = {f"data.sources.{at}": part for at, part in enumerate(data.sources)}
+    parts |= {f"eval.sets.{name}": part for name, part in evaluation.sets.items()}
+    formats: list[DataFormat] = [data.format, *(part.format or data.format for part in parts.values())]
+    # A mix has no rows of `data.format` if all of its sources have formats of their own.
+    read: list[tuple[str, Any, list[Any]]] = [("data", data, formats), ("eval", evaluation, [data.format])]
+    for key, part in parts.items():
+        read.append((key, part, [part.format or data.format]))
+    for key, section, read_as in read:
+        for name in section.changed():
+            users, value = USED_BY.get(name), getattr(section, name)
+            if users is None or (key == "eval" and name == "split"):  # synthetic tokens have an evaluation, too
+                continue
+            if not any(one in users or IDLE.get((name, one)) == value for one in read_as):
+                raise _unused(f"{key}.{name}", value, read_as[0], users, type(data))
+
+
+def _unused(
+    key: str, value: Any, form: DataFormat, users: Sequence[DataFormat], schema: type[DataConfig]
+) -> UserError:
+    """The error of a key that rows of this format do not use."""
+    offered = get_args(schema.model_fields["format"].annotation)
+    is_one = not issubclass(schema, PreferenceDataConfig)  # "preference" is accepted there only to be explained
+    fitting = [one for one in users if one in offered and not (is_one and one == "preference")][:2]
+    given = f"{len(value)} entries" if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
+    reads = "which is not read: its tokens are random" if form == "synthetic" else f"which does not use {key}"
+    choice = " or ".join(f'"{one}"' for one in fitting)
+    todo = f"leave it out, or set data.format = {choice}" if fitting else "leave it out"
+    return UserError(key, f"{given} with data.format = {form!r}, {reads}", todo)
 
 
 def _check_columns(config: TrainingConfig) -> None:
@@ -59,8 +92,10 @@ def _check_sources(data: DataConfig) -> None:
         return
     if data.path is not None:
         raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
-    if data.format == "synthetic":
-        raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
+    for name, own in (("name", "config_name"), ("split", "split")):
+        if name in data.changed():
+            what = f"{getattr(data, name)!r} with data.sources, each of which has its own"
+            raise UserError(f"data.{name}", what, f"set {own} in the sources that need it")
     with_weight, with_epochs = (
         sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
     )
@@ -78,8 +113,6 @@ def _check_streaming(config: TrainingConfig) -> None:
     data = config.data
     if config.train.steps is None:
         raise UserError("data.streaming", "with train.epochs: a stream's length is not known", "give train.steps")
-    if data.format == "synthetic":
-        raise UserError("data.streaming", 'with data.format = "synthetic", which is not read', "leave it out")
     if data.path is None and not data.sources:
         raise UserError("data.path", "is required by data.streaming", "name a file, folder, URL or hub id")
     if data.format == "preference":
@@ -109,12 +142,16 @@ def _check_evaluation(config: TrainingConfig) -> None:
             raise UserError(
                 "eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets"
             )
+        if evaluation.name is not None:
+            raise UserError("eval.name", f"{evaluation.name!r}, and eval.split = {what}", "leave one of them out")
         if data.format == "synthetic":
             raise UserError("eval.split", f"{what}, which is generated", 'name a split: eval.split = "validation"')
-    held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
-    if evaluation.path is not None or evaluation.split != data.split:
-        held_out.append((evaluation.path or data.path or "", evaluation.split))
-    trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]
+    held_out: list[_Rows] = [(part.path, part.configuration, part.split) for part in evaluation.sets.values()]
+    if evaluation.path is not None or evaluation.name is not None or evaluation.split != data.split:
+        name = evaluation.name if evaluation.path else evaluation.name or data.name
+        held_out.append((evaluation.path or data.path or "", name, evaluation.split))
+    trained_on: list[_Rows] = [(part.path, part.configuration, part.split) for part in data.sources]
+    trained_on = trained_on or [(data.path, data.name, data.split)]
     trained_on = [] if config.train.steps == 0 else trained_on
     if config.evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
         todo = "give eval.path or eval.sets, or an eval.split other than data.split: 0.02 holds out that share of it"
@@ -130,9 +167,9 @@ def _check_evaluation(config: TrainingConfig) -> None:
         raise UserError("checkpoint.export", "'best', but no best checkpoint is kept", "set eval.keep_best = true")
 
 
-def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:
-    """Whether two (path, split) are the same rows, or one is a slice of the other. Two slices may be disjoint."""
-    if one[0] != other[0] or not isinstance(one[1], str):
+def _overlap(one: _Rows, other: _Rows) -> bool:
+    """Whether two sets are the same rows, or one is a slice of the other. Two slices may be disjoint."""
+    if one[:2] != other[:2] or not isinstance(one[2], str):
         return False
-    names = {split.partition("[")[0] for split in (one[1], other[1])}
-    return one[1] == other[1] or (len(names) == 1 and names & {one[1], other[1]} != set())
+    names = {split.partition("[")[0] for split in (one[2], other[2])}
+    return one[2] == other[2] or (len(names) == 1 and names & {one[2], other[2]} != set())

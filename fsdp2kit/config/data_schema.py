@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fsdp2kit.config.facts import Needs
-from fsdp2kit.config.section import InputPath, Section
+from fsdp2kit.config.section import FunctionPath, InputPath, Section
 
 DataFormat = Literal[
     "chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "rows", "synthetic"
@@ -28,6 +28,20 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "rows": (),
     "synthetic": (),
 }
+
+_ROWS: tuple[DataFormat, ...] = tuple(one for one in COLUMNS if one != "synthetic")
+_TOKENISED: tuple[DataFormat, ...] = tuple(one for one in _ROWS if one not in ("prompts", "rows"))
+# The formats that use a key of ``[data]``, for keys that not every format uses. `COLUMNS` says it of columns.
+USED_BY: dict[str, tuple[DataFormat, ...]] = {
+    **dict.fromkeys(("path", "name", "split", "limit", "formatter"), _ROWS),
+    **dict.fromkeys(("sources", "temperature", "streaming", "workers"), _TOKENISED),
+    "overlong": _ROWS,
+    "wrap": ("prompt_completion", "preference"),
+    "train_on": tuple(one for one in _TOKENISED if one != "text"),
+    "prefetch": (*_TOKENISED, "synthetic"),
+}
+# Values that say what is done anyway in a format that does not use the key.
+IDLE: dict[tuple[str, DataFormat], Any] = {("train_on", "text"): "all"}
 
 # Formats of rows with answers that the chat template may render.
 RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
@@ -74,6 +88,8 @@ class DataPathConfig(Section):
 
     path: InputPath
     """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
+    name: str | None = None
+    """Configuration (subset, config_name) of a hub dataset or of a folder that has several."""
     split: str = "train"
     """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
     limit: PositiveInt | None = None
@@ -82,6 +98,13 @@ class DataPathConfig(Section):
     """Format of these rows. Default: `data.format`."""
     columns: ColumnsConfig | None = None
     """Names of these rows' columns. Default: `data.columns`."""
+    formatter: FunctionPath | None = None
+    """A function that makes these rows. Default: `data.formatter`."""
+
+    @property
+    def configuration(self) -> str | None:
+        """The configuration of the set that `path` names."""
+        return self.name
 
 
 class SourceConfig(DataPathConfig):
@@ -89,17 +112,46 @@ class SourceConfig(DataPathConfig):
 
     name: str | None = None
     """Name in the metrics. Default: the path's last part; where two have the same, with their places in the mix."""
+    config_name: str | None = None
+    """Configuration (subset) of a hub dataset or of a folder that has several, as `data.name`."""
     weight: PositiveFloat | None = None
     """Share of the mix's tokens, relative to the other weights. Default: the source's number of tokens."""
     epochs: PositiveFloat | None = None
     """Passes over this source in one pass over the mix; a fraction continues where the last pass stopped."""
 
+    @property
+    def configuration(self) -> str | None:
+        return self.config_name
+
+
+def _refuse_unused(schema: dict[str, Any], owner: type[BaseModel]) -> None:
+    """Say in the JSON schema which keys "synthetic" does not use: editors mark them.
+
+    Of other formats it is not said: a source of another format may use the key.
+    """
+    form = owner.model_fields["format"]
+    if "synthetic" not in get_args(form.annotation):
+        return
+    defaults = {name: field.default for name, field in owner.model_fields.items() if name in USED_BY}
+    unused = {name: value for name, value in defaults.items() if "synthetic" not in USED_BY[name]}
+    condition: dict[str, Any] = {"properties": {"format": {"const": "synthetic"}}}
+    if form.default != "synthetic":
+        condition["required"] = ["format"]
+    schema["if"] = condition
+    schema["then"] = {
+        "properties": {name: False if value is None else {"const": value} for name, value in unused.items()}
+    }
+
 
 class DataConfig(Section):
     """What the model is trained on."""
 
+    model_config = ConfigDict(json_schema_extra=_refuse_unused)
+
     path: InputPath | None = None
     """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
+    name: str | None = None
+    """Configuration (subset, config_name) of a hub dataset or of a folder that has several: `"main"`."""
     split: str = "train"
     """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
     limit: PositiveInt | None = None
@@ -112,6 +164,9 @@ class DataConfig(Section):
     """What a row of the data contains."""
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the data's columns where they differ from the defaults."""
+    formatter: FunctionPath | None = None
+    """`path.py:function` or `module:function`, called with each row, a dict of columns; what it returns is read as
+    the row: a list as `messages`, a text as `text`, a dict as the columns of `format` (docs/data.md)."""
     wrap: Literal["none", "chat"] = "none"
     """"chat" puts prompts and completions that are plain texts into the tokenizer's chat template, as a user's message
     and the assistant's. "none" joins them unchanged."""
@@ -151,6 +206,11 @@ class DataConfig(Section):
     def column(self, name: str) -> str:
         """The data's name for our column ``name``."""
         return getattr(self.columns, name, None) or name
+
+    @property
+    def configuration(self) -> str | None:
+        """The configuration of the set that `path` names."""
+        return self.name
 
 
 class ChatDataConfig(DataConfig):

@@ -22,19 +22,9 @@ from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumu
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.config.facts import Engine, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.section import FunctionPath as FunctionPath
 from fsdp2kit.config.section import Section, TrainingDType, absolute_path
 from fsdp2kit.errors import UserError
-
-
-def _absolute_function(value: Any, info: ValidationInfo) -> Any:
-    """Make the path of ``path.py:function`` absolute; ``module:function`` stays."""
-    path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not path.endswith(".py"):
-        return value
-    file = str(absolute_path(type(value)(path), info))
-    if info.context and not Path(file).is_file():
-        raise ValueError(f"{file}: no such file")
-    return f"{file}{colon}{name}"
 
 
 def _absolute_files(value: Any, info: ValidationInfo) -> Any:
@@ -48,8 +38,6 @@ def _absolute_files(value: Any, info: ValidationInfo) -> Any:
     return found
 
 
-FunctionPath = Annotated[str, Field(pattern=r"^[^:].*:\w+$"), BeforeValidator(_absolute_function)]
-"""``module:function`` or ``path.py:function``, the path relative to the TOML that it is written in."""
 FunctionOptions = Annotated[dict[str, JsonValue], BeforeValidator(_absolute_files)]
 """Keyword arguments of a function. A name that ends in ``_file`` is of a path, relative to the TOML."""
 

@@ -125,6 +125,8 @@ class EvalConfig(Section):
     """Evaluate every n steps and at the end; 0: never."""
     path: InputPath | None = None
     """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
+    name: str | None = None
+    """Configuration of `path`, like `data.name`. Default: without `path`, that of the training data."""
     split: Annotated[float, Field(gt=0, lt=1)] | PositiveInt | str = "train"
     """A split like `data.split`; or a share (`0.02`) or number (`500`) of rows that are held out of the training data.
     Which ones, their content decides: copies of a row stay together, on any mesh and in any order."""
@@ -144,6 +146,11 @@ class EvalConfig(Section):
     or a list of messages like `[{ role = "system", content = "Be brief." }, { role = "user", content = "Hello" }]`."""
     max_new_tokens: PositiveInt = 64
     """Most tokens of such an answer. Each takes a forward pass without a cache."""
+
+    @property
+    def configuration(self) -> str | None:
+        """The configuration of the set that `path` names."""
+        return self.name
 
     @property
     def keeps_best(self) -> bool:
@@ -247,8 +254,8 @@ class CheckpointConfig(Section):
 class PreflightConfig(Section):
     """Waives refusals of combinations that would silently change the mathematics."""
 
-    allow: list[Literal["dropout", "router_aux_loss"]] = []
-    """Names of the refusals to waive."""
+    allow: list[Literal["dropout", "router_aux_loss", "other_tokenizer"]] = []
+    """Names of the refusals to waive; "other_tokenizer": `model.tokenizer` gives tokens other ids than the model's."""
 
 
 class WandbConfig(Section):

@@ -62,6 +62,17 @@ def _absolute_or_ready(value: object, info: ValidationInfo) -> object:
     return str(value)
 
 
+def _absolute_function(value: object, info: ValidationInfo) -> object:
+    """Make the path of ``path.py:function`` absolute; ``module:function`` stays."""
+    path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not path.endswith(".py"):
+        return value
+    file = str(absolute_path(OverrideText(path) if isinstance(value, OverrideText) else path, info))
+    if info.context and not Path(file).is_file():
+        raise ValueError(f"{file}: no such file")
+    return f"{file}{colon}{name}"
+
+
 def ready_template(name: str) -> Path | None:
     """The file of a chat template that comes with the package; None if it has none of that name."""
     file = TEMPLATES / f"{name}.jinja"
@@ -74,6 +85,8 @@ LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(absolute_path)]
 """A path relative to the TOML that it is written in."""
 TemplatePath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_ready)]
 """The name of a ready chat template, or a path relative to the TOML that it is written in."""
+FunctionPath = Annotated[str, Field(pattern=r"^[^:].*:\w+$"), BeforeValidator(_absolute_function)]
+"""``module:function`` or ``path.py:function``, the path relative to the TOML that it is written in."""
 OutputPath = Annotated[str, Field(min_length=1), BeforeValidator(expand_home)]
 """A path that is written to, relative to the working directory, or an fsspec URL."""
 

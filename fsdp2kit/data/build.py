@@ -22,7 +22,7 @@ from fsdp2kit.data.held_out import hold_out, key_border, read_held_out
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.sources import RowSet, held_out_sets, locate, training_sets
+from fsdp2kit.data.sources import Location, RowSet, held_out_sets, locate, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, iterate_packs
 from fsdp2kit.data.tables import (
     cache_key,
@@ -39,6 +39,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.progress import Progress
 
 _BEGINNING = 256  # rows of a stream that are looked at before training
+RANDOM = 'data.format = "synthetic"'
+"""Why tokens are random."""
 
 
 class Prefetch:
@@ -135,7 +137,8 @@ class Data:
         for number, part in enumerate(self.loader.parts):
             times = self.loader.mix.counts[number] / len(part.plan)
             of_mix = f" {part.name} ({times:.2f} epochs in one of the mix)" if part.name else ""
-            lines.append(f"data{of_mix}: {part.documents.report}")
+            made = f"random tokens ({RANDOM}), " if part.documents.row_digests is None else ""
+            lines.append(f"data{of_mix}: {made}{part.documents.report}")
         return [
             *lines,
             f"an epoch: {counted(self.loader.packs_per_epoch, 'pack')} of {seq_len:,} tokens, "
@@ -328,11 +331,17 @@ def _build_stream(
     sources = [partial(iterate, *one) for one in found]
     weights = shares([part.weight or 1.0 for part in section.sources] or [1.0], temperature=section.temperature)
     loader = StreamLoader(sources, share=share, weights=weights.tolist(), names=[one.name for one in sets])
-    identity = [cache_key(f"{one.path}{one.split}{one.limit or ''}", its, words) for one, its in found]
+    identity = [cache_key(_place(one), its, words) for one, its in found]
     fingerprint = _digest(identity, weights.tolist(), section.overlong, *([border] if border else []))
     pairs = zip(sets, tables, strict=False)
     held_out = {one.name: read(one.section, key="eval.split", tokens=table) for one, table in pairs}
     return loader, fingerprint, held_out
+
+
+def _place(location: Location) -> str:
+    """What identifies where a stream's rows are."""
+    name = f" {location.name}" if location.name else ""
+    return f"{location.path}{location.split}{location.limit or ''}{name}"
 
 
 def _digest(*parts: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import build_data, read_beginning
+from fsdp2kit.data.build import RANDOM, build_data, read_beginning
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.document_warnings import find_document_warnings
 from fsdp2kit.data.rows import first_rows
@@ -73,7 +73,9 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         UserError: as `build_data` does.
     """
     no_text = config.data.format == "synthetic" and model is None
-    if no_text or config.data.format in ASKED:
+    if no_text:
+        return [f"data: random tokens ({RANDOM})"]
+    if config.data.format in ASKED:
         return []
     if config.data.streaming:
         return _beginnings_of(config)

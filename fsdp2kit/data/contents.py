@@ -50,7 +50,8 @@ def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Cont
 
 def stream_content(section: DataConfig) -> Content:
     """The content of a stream, which is identified by where its rows are."""
-    where = f"{section.path} {section.split} {section.limit}"
+    name = f" {section.name}" if section.name else ""
+    where = f"{section.path} {section.split} {section.limit}{name}"
     return Content(where, files={str(section.path): section.split})
 
 

@@ -136,7 +136,10 @@ def check_vocabulary(largest: int, vocab_size: int) -> None:
     """Check that the model's embedding has a row for every token id up to ``largest``."""
     if largest >= vocab_size:
         what = f"the data holds token id {largest}, but the model's vocabulary has {vocab_size}"
-        todo = "use the model's own tokenizer, or a model.config.vocab_size that covers it"
+        todo = (
+            "use the model's own tokenizer, to which tokens may be added (they get rows), or for random weights a "
+            "model.config.vocab_size that covers it"
+        )
         raise UserError("model.tokenizer", what, todo)
 
 

@@ -26,7 +26,7 @@ from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
-from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
+from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, tokens_beyond
 
 STREAM_ROWS = 5000
 _load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is a warning here, no error
@@ -129,7 +129,7 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
         positions = beyond_positions(hf_config, seq_len=config.data.seq_len)
     except UserError:  # the model is not on this machine
         vocab_size = len(tokenizer)
-    vocab_size = max(vocab_size, *(token + 1 for token in new_tokens(tokenizer)), 0)
+    vocab_size = max([vocab_size, *(token + 1 for token in tokens_beyond(tokenizer, vocab_size))])
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
@@ -167,11 +167,13 @@ def _find_refusals(config: Any, loader: Loader) -> list[str]:
     too_long = sum(part.documents.report.truncated for part in loader.parts)
     if config.data.overlong == "error" and too_long:
         found.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
-    if not config.data.streaming:
-        try:
+    try:
+        if "other_tokenizer" not in config.preflight.allow:
+            check_same_tokens(config.model)
+        if not config.data.streaming:
             config.lr_schedule.warmup(config.train.total_steps(loader.steps_per_epoch))
-        except UserError as problem:
-            found.append(f"this would be refused: {problem}")
+    except UserError as problem:
+        found.append(f"this would be refused: {problem}")
     return found
 
 
@@ -288,14 +290,16 @@ def pieces_of(ids: np.ndarray, supervised: np.ndarray, tokenizer: Tokenizer) -> 
 def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to files, as data that is read whole."""
 
-    def copied(section: Any, name: str) -> dict[str, str]:
+    def copied(section: Any, name: str, configuration: str) -> dict[str, str | None]:
         file, rows = folder / f"{name}.jsonl", first_rows(section, "data.path", STREAM_ROWS)
         file.write_text("".join(json.dumps(row.parse(), default=str) + "\n" for row in rows), encoding="utf-8")
-        return {"path": str(file), "split": "train"}
+        return {"path": str(file), "split": "train", "formatter": None, configuration: None}
 
     data = config.data
-    sources = [one.model_copy(update=copied(one, str(number))) for number, one in enumerate(data.sources)]
-    own = copied(data, "data") if data.path is not None else {}
+    sources = [
+        one.model_copy(update=copied(one, str(number), "config_name")) for number, one in enumerate(data.sources)
+    ]
+    own = copied(data, "data", "name") if data.path is not None else {}
     return _changed(config, data={"streaming": False, "sources": sources, **own})
 
 

@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -22,11 +23,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
-from fsdp2kit.data.sources import COMPRESSED, Location, first_line, is_url, locate, suffix_of
+from fsdp2kit.data.formatter import formatted
+from fsdp2kit.data.sources import (
+    COMPRESSED,
+    Location,
+    first_line,
+    is_url,
+    locate,
+    no_configuration,
+    quiet,
+    several_configurations,
+    suffix_of,
+)
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 
@@ -42,12 +55,16 @@ class Row:
     content: dict[str, Any] | bytes
     """Columns by name, or a line of JSON that `parse` reads."""
     where: str
+    formatter: str | None = None
+    """``path.py:function`` or ``module:function`` of what makes the row."""
 
     def parse(self) -> dict[str, Any]:
-        """The row's columns."""
+        """The row's columns, or those that the formatter makes of them."""
         if isinstance(self.content, dict):
-            return self.content
-        return _as_row(_parse_json(self.content, self.where), self.where)
+            columns = self.content
+        else:
+            columns = _as_row(_parse_json(self.content, self.where), self.where)
+        return columns if self.formatter is None else formatted(self.formatter, columns, self.where)
 
 
 class RowReader:
@@ -86,7 +103,7 @@ class RowReader:
                     skip -= 1
                 else:
                     is_empty = False
-                    yield row
+                    yield row if location.formatter is None else replace(row, formatter=location.formatter)
         if is_empty:
             raise UserError(location.where, "there are no rows", "give data with at least one row")
 
@@ -155,8 +172,8 @@ def hub_content(location: Location) -> str:
     """What identifies a hub dataset's rows: its files in the cache, named by revision, configuration and split."""
     import datasets
 
-    with _readable(location), _quiet():
-        rows = datasets.load_dataset(location.path, split=location.split)
+    with _readable(location), quiet():
+        rows = datasets.load_dataset(location.path, location.name, split=location.split)
     content = [len(rows), [file["filename"] for file in rows.cache_files]]
     return json.dumps([*content, location.limit] if location.limit else content)
 
@@ -193,36 +210,37 @@ def _readable(location: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if location.kind == "hub":
+            _check_configuration(error, location)
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         what = f"cannot be read as {location.kind} ({first_line(reason or error)})"
         todo = todo_of_cache(error) or "check the path, the split and the file"
         raise UserError(location.where, what, todo) from error
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence `datasets`' progress bars and warnings, which every rank would print."""
-    import datasets
-
-    verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()
+def _check_configuration(error: Exception, location: Location) -> None:
+    """Raise the error of a configuration that is not named, or is not there, if that is what `datasets` says."""
+    text = str(error)
+    listed = re.search(r"(?:available configs|Available|in the cache): ?\[(.*?)\]", text)
+    names = re.findall(r"'([^']*)'", listed[1]) if listed else []
+    if cached := re.search(r"There are multiple .* configurations in the cache: (.*)", text):
+        names = cached[1].split(", ")
+    if names and location.name is None:
+        raise several_configurations(location.where, names, name_key=location.name_key) from None
+    if names and location.name not in names:
+        where = location.where
+        raise no_configuration(where, str(location.name), names, name_key=location.name_key) from None
 
 
-@_quiet()
+@quiet()
 def _open_table(location: Location, file: str, *, download: bool) -> Any:
     """A `datasets.IterableDataset` of one file, of a saved dataset or of a hub dataset."""
     import datasets
 
     if location.kind == "hub":
         cache = str(location.cache.for_hub())
-        found = datasets.load_dataset(location.path, split=location.split, streaming=not download, cache_dir=cache)
+        options: Any = {"split": location.split, "streaming": not download, "cache_dir": cache}
+        found = datasets.load_dataset(location.path, location.name, **options)
         return found.to_iterable_dataset() if download else found
     if location.kind == "saved":
         saved = datasets.load_from_disk(location.path)
@@ -269,9 +287,55 @@ def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
 
 
 def _open_file(file: str) -> Any:
+    if file.lower().endswith(".zst"):  # for fsspec's own an extra package is needed, which has no lines
+        return io.BufferedReader(_Zstd(file))
     if is_url(file) or file.lower().endswith(COMPRESSED):
         return fsspec.open(file, "rb", compression="infer")
     return Path(file).open("rb")
+
+
+class _Zstd(io.RawIOBase):
+    """What is in a zstd file or URL, in all of its frames, as it is decompressed. Going back starts anew."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stored: Any = fsspec.open(self._file, "rb").open()
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._stored, mode="r"), "zstd")
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the length is not known")
+        wanted = offset + (self._at if whence == io.SEEK_CUR else 0)
+        if wanted < self._at:
+            self._stored.close()
+            self._begin()
+        while self._at < wanted and (data := self._stream.read(min(1 << 20, wanted - self._at))):
+            self._at += len(data)
+        return self._at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stored.close()
+        super().close()
 
 
 def _is_array(content: BinaryIO) -> bool:

@@ -5,19 +5,21 @@ Rows are in files on this machine or behind an fsspec URL, in a saved dataset, o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fsspec
+import yaml
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.data.cache import DEFAULT, Cache
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, nearest
 
 _KINDS = {
     ".jsonl": "json",
@@ -53,6 +55,10 @@ class Location:
     """The TOML key that names the set, for errors."""
     limit: int | None = None
     """Only this many rows are read, the first ones."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    formatter: str | None = None
+    """``path.py:function`` or ``module:function``, which makes what is read of each row."""
     cache: Cache = DEFAULT
     """For its tokens, and for copies of what is remote."""
 
@@ -65,6 +71,11 @@ class Location:
     def where(self) -> str:
         """Names the set in errors."""
         return f"{self.key}: {self.path}"
+
+    @property
+    def name_key(self) -> str:
+        """The TOML key of the set's configuration."""
+        return _name_key(self.key)
 
     @property
     def is_text(self) -> bool:
@@ -121,17 +132,19 @@ def held_out_sets(config: Any) -> list[RowSet]:
         RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
         for name, part in evaluation.sets.items()
     ]
-    if evaluation.path is not None or (isinstance(evaluation.split, str) and evaluation.split != data.split):
+    has_own_split = isinstance(evaluation.split, str) and evaluation.split != data.split
+    if evaluation.path is not None or evaluation.name is not None or has_own_split:
         sets.append(RowSet(_with_rows(data, evaluation), "eval.path" if evaluation.path else "eval.split"))
     return sets
 
 
 def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> DataConfig:
     """``[data]`` with the path, split, format and columns that a source or a held-out set has of its own."""
-    own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
-    return data.model_copy(
-        update={"limit": limit, **{name: value for name, value in own.items() if value is not None}}
-    )
+    own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns", "formatter")}
+    given = {name: value for name, value in own.items() if value is not None}
+    # The configuration belongs to the path: another path has none of `[data]`'s.
+    name = part.configuration if part.path is not None else part.configuration or data.name
+    return data.model_copy(update={"limit": limit, "name": name, **given})
 
 
 def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cache: Cache = DEFAULT) -> Location:
@@ -148,6 +161,7 @@ def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cach
     if path is None:
         raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
     where, split_key = f"{key}: {path}", key.removesuffix("path") + "split" if key.endswith("path") else key
+    configuration = section.configuration
     try:
         files, folder = _list_files(path)
     except (OSError, ValueError, ImportError) as error:
@@ -159,20 +173,47 @@ def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cach
     if folder is None and name != "train":
         todo = f'leave {split_key} at "train" or a slice of it ("train[:95%]"), or give another path'
         raise UserError(where, f"a file has no split {split!r}", todo)
-    if folder == "" and may_be_hub_id(path):  # `datasets` checks its split
-        return Location(path, split, "hub", (), key, section.limit, cache)
+    if folder == "" and may_be_hub_id(path):  # `datasets` checks its split and its configuration
+        return Location(path, split, "hub", (), key, section.limit, configuration, section.formatter, cache)
     if folder == "":
         todo = "check the path: in a TOML it is relative to the TOML, in an override to the working directory"
         raise UserError(where, "no such file or folder", todo)
-    if {f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*files}:
+    is_saved = bool({f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*files})
+    if configuration is not None and (folder is None or is_saved):
+        what = f"{configuration!r}, and {path} has no configurations"
+        raise UserError(_name_key(key), what, "leave it out, or give a folder or a hub dataset that has them")
+    if is_saved:
         path, kind, files = str(folder), "saved", [file for file in files if file.endswith(".arrow")]
+    elif folder is not None:
+        files = _of_folder(files, folder, configuration, name, where=where, name_key=_name_key(key), cache=cache)
+        kind = _kind_of(files, where)
     else:
-        files = files if folder is None else _of_split(files, folder, name, where)
         kind = _kind_of(files, where)
     if not _SPLIT.fullmatch(split):
         todo = 'give a name or one slice of it: "train[:95%]", "train[1000:2000]"'
         raise UserError(split_key, f"{split!r} is no split", todo)
-    return Location(path, split, kind, tuple(sorted(files)), key, section.limit, cache)
+    return Location(path, split, kind, tuple(sorted(files)), key, section.limit, None, section.formatter, cache)
+
+
+def _name_key(key: str) -> str:
+    """The TOML key of a set's configuration, from that of its path. A source's `name` is for the metrics."""
+    return f"{key.rpartition('.')[0]}.{'config_name' if key.startswith('data.sources.') else 'name'}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence `datasets`' progress bars and warnings, which every rank would print."""
+    import datasets
+
+    verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.utils.logging.set_verbosity(verbosity)
+        if not bars:
+            datasets.enable_progress_bars()
 
 
 def _list_files(path: str) -> tuple[list[str], str | None]:
@@ -221,10 +262,131 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str]:
+def several_configurations(where: str, names: Sequence[str], *, name_key: str) -> UserError:
+    """The error of a set with several configurations, none of which is named."""
+    todo = f'name one: {name_key} = "{names[0]}"'
+    return UserError(where, f"has several configurations ({', '.join(names)})", todo)
+
+
+def no_configuration(where: str, name: str, names: Sequence[str], *, name_key: str) -> UserError:
+    """The error of a set that lacks the configuration that is named."""
+    near = nearest(name, names)
+    todo = f'did you mean "{near}"? Its' if near else "its"
+    return UserError(name_key, f"{where} has no configuration {name!r}", f"{todo} configurations: {', '.join(names)}")
+
+
+def _of_folder(
+    files: list[str], folder: str, name: str | None, split: str, *, where: str, name_key: str, cache: Cache
+) -> list[str]:
+    """The files of one configuration's split.
+
+    A README.md with ``configs`` in its YAML says which these are, as it does for `datasets`. Otherwise folders inside
+    the folder are configurations if several have files that are named for the split, or if ``name`` is one of them.
+
+    Args:
+        name: of the configuration; None: not given.
+        split: its name.
+    """
+    if described := _described(files, folder, where):
+        if not is_url(folder):
+            return _as_described(folder, name, split, where=where, name_key=name_key, cache=cache)
+        if len(described) > 1:
+            todo = f"give a pattern of one's files, like {folder}/NAME/train*"
+            raise UserError(where, f"has several configurations ({', '.join(described)}) behind a URL", todo)
     files = [file for file in files if suffix_of(file) in _KINDS]
     if not files:
         raise UserError(where, "the folder holds no data file", f"known: {', '.join(_KINDS)}")
+    if name is not None:
+        inside = {first for first, rest in (_below(file, folder) for file in files) if rest}
+        if not inside:
+            raise UserError(name_key, f"{name!r}, and {where} has no configurations", "leave it out")
+        if name not in inside:
+            raise no_configuration(where, name, sorted(inside), name_key=name_key)
+        folder = f"{folder}/{name}"
+        files = [file for file in files if file.startswith(f"{folder}/")]
+    chosen = _of_split(files, folder, split, where)
+    if name is None and (names := _folders_of_configurations(chosen, folder)):
+        error = several_configurations(where, names, name_key=name_key)
+        todo = f"{error.todo}, or give a pattern ({folder}/*/{split}*) or data.sources to mix them"
+        raise UserError(where, f"{error.what}: folders with files of the same split", todo)
+    return chosen
+
+
+def _below(file: str, folder: str) -> tuple[str, str]:
+    """The first part of a file's path below a folder, and the rest; the rest is "" for a file of the folder itself."""
+    first, _, rest = file.removeprefix(folder).lstrip("/").partition("/")
+    return first, rest
+
+
+def _folders_of_configurations(files: Sequence[str], folder: str) -> list[str]:
+    """Folders that look like configurations, not like shards: several of them have files that are named for the split.
+
+    Args:
+        files: of one split.
+    """
+    parts = [_below(file, folder) for file in files]
+    firsts = {first for first, _ in parts}
+    if len(firsts) == 1 and all(rest for _, rest in parts):  # a folder around them
+        return _folders_of_configurations(files, f"{folder}/{firsts.pop()}")
+    names = {first for first, rest in parts if _split_of(first) is None and _split_of(rest) is not None and rest}
+    kinds = {re.sub(r"\d+", "#", name) for name in names}  # part-0, part-1: shards of one set
+    return sorted(names) if len(kinds) > 1 else []
+
+
+def _described(files: Sequence[str], folder: str, where: str) -> list[str]:
+    """The configurations that a folder's README.md lists in the YAML at its top; empty without such a list."""
+    readme = f"{folder}/README.md"
+    if readme not in files:
+        return []
+    with fsspec.open(readme, "rb") as content:
+        text = content.read().decode(errors="replace").removeprefix("\ufeff").replace("\r\n", "\n")
+    header = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", text, re.DOTALL)
+    if header is None or not re.search(r"^configs[ \t]*:", header[1], re.MULTILINE):
+        return []
+    try:
+        configs = yaml.safe_load(header[1])["configs"]
+        known = {"config_name", "data_files", "data_dir", "default", "version", "description", "features"}
+        unread = {key for config in configs for key in config} - known
+        names = [str(config["config_name"]) for config in configs]
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        what = f"the configs in its README.md cannot be read ({first_line(error)})"
+        raise UserError(where, what, "mend them, or give a pattern of the files") from None
+    if unread:
+        what = f"the configs in its README.md have {sorted(unread)[0]!r}, which is not read here"
+        raise UserError(where, what, "give a pattern of the files, whose rows are then read without it")
+    return names
+
+
+def _as_described(folder: str, name: str | None, split: str, *, where: str, name_key: str, cache: Cache) -> list[str]:
+    """The files of a configuration's split as `datasets` reads them from the README.md of a folder."""
+    import datasets
+
+    source = str(Path(folder).absolute())
+    try:
+        with quiet():
+            names = datasets.get_dataset_config_names(source)
+            chosen = name or datasets.get_dataset_default_config_name(source)
+            if chosen is None:
+                raise several_configurations(where, names, name_key=name_key)
+            if chosen not in names:
+                raise no_configuration(where, chosen, names, name_key=name_key)
+            builder = datasets.load_dataset_builder(source, chosen, cache_dir=str(cache.writable()))
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        what = f"the configs in its README.md cannot be read ({first_line(error)})"
+        raise UserError(where, what, "mend them, or give a pattern of the files") from None
+    found = {str(one): [*map(str, files)] for one, files in (builder.config.data_files or {}).items()}
+    synonyms = next((names for names in _SPLITS.values() if split in names), (split,))
+    files = next((found[one] for one in (split, *synonyms) if one in found), None)
+    if files is None:
+        raise UserError(where, f"there is no split {split!r} in {chosen!r}", f"its README.md has: {', '.join(found)}")
+    if not files:
+        what = f"the patterns that its README.md gives for split {split!r} of {chosen!r} match no file"
+        raise UserError(where, what, "mend them, or give a pattern of the files")
+    return files
+
+
+def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str]:
+    """The files whose names or folders mention a split; all of them are "train" if none mentions any."""
     split_of = {file: _split_of(file.removeprefix(folder)) for file in files}
     if not any(split_of.values()):
         split_of = dict.fromkeys(files, "train")

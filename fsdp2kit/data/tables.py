@@ -35,6 +35,7 @@ from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.day import day_of, writes_date
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.formats import row_key
+from fsdp2kit.data.formatter import formatter_digest
 from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.data.template import Tokenizer
@@ -46,8 +47,20 @@ from fsdp2kit.errors import UserError
 _ENCODING = 2
 _FINDINGS = b"fsdp2kit"  # the key of `Findings` in a table's metadata
 # The files whose code turns rows into tokens.
-_CODE = ("rows.py", "formats.py", "column_names.py", "column_checks.py", "token_rows.py", "findings.py")
-_CODE += ("chat.py", "template.py", "day.py", "tokens.py", "tables.py")
+_CODE = (
+    "rows.py",
+    "formatter.py",
+    "formats.py",
+    "column_names.py",
+    "column_checks.py",
+    "token_rows.py",
+    "findings.py",
+    "chat.py",
+    "template.py",
+    "day.py",
+    "tokens.py",
+    "tables.py",
+)
 _STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
 _WORTH_WORKERS = 4096  # rows from which on worker processes save time
 _MOST_WORKERS = 16
@@ -308,6 +321,8 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
     ]
     if section.format not in ("text", "tokens") and writes_date(tokenizer):
         parts.append(str(day_of(tokenizer)))
+    if section.formatter is not None:
+        parts.append(formatter_digest(section.formatter))
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

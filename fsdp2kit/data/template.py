@@ -21,6 +21,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.day import dated
 from fsdp2kit.data.rows import load_json
 from fsdp2kit.errors import UserError
@@ -79,7 +80,9 @@ class Template:
             self._source = dated(tokenizer.get_chat_template(tools=tools), tokenizer)
         except ValueError as error:
             what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
-            todo = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
+            others = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja") if file.stem != "chatml"))
+            todo = f'set model.chat_template = "chatml", to another ready one ({others}) or to a Jinja file'
+            todo += ", or use an instruction-tuned model's tokenizer"
             raise UserError("model.chat_template", what, todo) from None
         self._marked = mark_answers(self._source)
         self._variables = {**tokenizer.special_tokens_map, **variables}

@@ -16,9 +16,13 @@ _PLACEHOLDER = "your-org/your-chats"
 
 
 def data(draft: Draft) -> None:
-    """Rows and their format; `sft` for conversations and answers, `pretrain` for text, else `fsdp1_baseline`."""
+    """Rows and their format, and the recipe that fits: `sft` for answers, `pretrain` for text, else `fsdp1_baseline`.
+
+    ``data.path`` is left to be given where the file names no data.
+    """
     builder, named = draft.take("torchtune builder"), draft.take("data.path")
     named, how, split = named or builder, draft.take("data.format"), draft.take("data.split")
+    configuration = draft.take("data.name")
     columns = {name: field for name in _COLUMNS if (field := draft.take(f"{name} column"))}
     if (text := columns.get("text")) and text.word in ("messages", "conversations"):
         columns["messages"] = columns.pop("text")
@@ -27,9 +31,13 @@ def data(draft: Draft) -> None:
     draft.recipe = ({"text": "pretrain", "synthetic": "fsdp1_baseline"}.get(form, "sft"), why)
     draft.set("data.format", form, why)
     draft.note(how, "" if why.startswith("was") else why)
-    if path is None or form == "synthetic":
+    if form == "synthetic":
         return
-    draft.was("data.path", draft.relative(path), named)
+    if path is None:
+        draft.needs.append("data.path=FILE")
+    else:
+        draft.was("data.path", draft.relative(path), named)
+    draft.was("data.name", as_text(configuration), configuration)
     if path == _PLACEHOLDER:
         draft.warnings.append(f"{named}: no one file or hub id; set data.path")
         draft.needs.append("data.path=CHATS.jsonl")
@@ -62,12 +70,14 @@ def _format(path: str | None, how: Field | None, columns: dict[str, Field]) -> t
     said = (as_text(how) or "").lower()
     starts = {form: tuple(names.split()) for form, names in TABLE["formats"].items()}
     form = next((form for form, names in starts.items() if said.startswith(names)), "prompt_completion")
-    if path is None or form == "synthetic":
-        return "synthetic", "no data are named: random tokens"
+    if form == "synthetic":
+        return form, f"was {how}"
     if said:
         return form, f"was {how}"
     for name, field in columns.items():
         return _COLUMNS[name], f"was {field}"
+    if path is None:
+        return "text", "the file names no data: yours to set"
     if "alpaca" in path.lower():
         return "prompt_completion", "instructions and answers"
     try:
@@ -103,7 +113,9 @@ def packing(draft: Draft) -> None:
     elif strategy is not None:
         is_packed = strategy.word == "packing"
         draft.was("data.pack", is_packed, strategy, note=note if is_packed else "")
-    elif draft.get("data.path") and seq_len is not None and seq_len.name == "block_size":
+    elif draft.get("data.format") == "synthetic":
+        return
+    elif seq_len is not None and seq_len.name == "block_size":
         draft.was("data.pack", True, seq_len, note=note)
-    elif draft.get("data.path"):
+    else:
         draft.fill("data.pack", True, f"our default, false if your loop pads; {note}")

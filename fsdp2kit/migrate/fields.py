@@ -106,4 +106,8 @@ def program_of(fields: list[Field]) -> str:
     is_alike = "output_dir" in names and len(names & known["beside_output_dir"]) >= 2
     if is_named or names & known["training_arguments"] or (is_alike and not names & known["other_loops"]):
         return "transformers"
+    if "train_micro_batch_size_per_gpu" in names:
+        return "DeepSpeed"
+    if names & known["llama_recipes"]:
+        return "llama-recipes"
     return "torchtune" if "dataset._component_" in names else "a plain loop"

@@ -261,6 +261,20 @@ def betas(draft: Draft) -> None:
         draft.was("optimizer.betas", [as_float(one) for one in as_parts(both)], both)
 
 
+def weight_decay(draft: Draft) -> None:
+    """``optimizer.weight_decay``: the file's, else the program's default, else that of torch's optimizer."""
+    key, field = "optimizer.weight_decay", draft.take("optimizer.weight_decay")
+    draft.was(key, as_float(field), field, note="not of norms and biases")
+    named = draft.take("optimizer.name")
+    kind = named.word if named is not None else "adamw"
+    if "adamw" in kind:
+        draft.fill(key, 0.01, "torch's AdamW's")
+    elif kind == "muon":
+        draft.fill(key, 0.1, "torch's Muon's")
+    else:
+        draft.fill(key, 0.0, f"the default of {kind}, which is not AdamW")
+
+
 def warmup(draft: Draft) -> None:
     """``lr_schedule.warmup_steps`` or ``warmup_ratio``."""
     key, share_key, steps = "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio", draft.get("train.steps")
@@ -278,7 +292,8 @@ def evaluation(draft: Draft) -> None:
     """``[eval]``, if the file names held-out data."""
     slots = ("eval.path", "eval.split", "eval.every", "eval.steps", "evaluates", "held-out share")
     path, split, every, batches, asked, share = map(draft.take, slots)
-    number = (as_float(share) or 0) if draft.get("data.path") and path is None else 0
+    has_rows = draft.get("data.format") != "synthetic"
+    number = (as_float(share) or 0) if has_rows and path is None else 0
     if number > 0:
         draft.was("eval.split", int(number) if number >= 1 else number, share)
         draft.fill("eval.every", 100, "in steps: yours to set")

@@ -28,10 +28,10 @@ from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.files import read_json_object
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
-from fsdp2kit.model.hf_config import load_hf_configs
+from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs
 from fsdp2kit.model.names import tied_names
 from fsdp2kit.model.text_part import attach_whole, text_config_of
-from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
+from fsdp2kit.model.tokenizer import added_beyond, build_tokenizer, new_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,11 @@ class ModelSource:
     config: PretrainedConfig
     """With the user's overrides; transformers writes the dtype and attention of training into a copy."""
     new_tokens: tuple[int, ...] = ()
-    """Ids of the tokens that the chat template adds: their rows begin as the mean of the others."""
+    """Ids of the tokens that the chat template, or the user, added: their rows begin as the mean of the others."""
     stored_vocab: int = 0
     """Rows of the stored embedding; 0 without new tokens."""
+    trains_new: bool = True
+    """Whether the rows of new tokens are trained; not in a frozen embedding."""
     has_adapter: bool = False
     """Whether adapters are trained, and exported, in place of the model."""
     whole: PretrainedConfig | None = None
@@ -76,7 +78,8 @@ def build_model(
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
     Only those buffers are allocated (``inv_freq`` and the like, which no checkpoint holds). A hub model is fetched
-    with its weights. The embedding has a row for every token that the chat template adds. Collective.
+    with its weights. The embedding has a row for every token that the chat template adds, or that the user added to
+    the tokenizer. Collective.
 
     Args:
         section: the ``[model]`` section.
@@ -90,40 +93,63 @@ def build_model(
     directory = None
     if section.path is not None and not local_files_only:
         directory = find_hf_dir(section.path, key="model.path", with_weights=section.weights == "pretrained")
-    new = _new_tokens(section, local_files_only=local_files_only)
+    with agreement():
+        hf_config, whole = load_hf_configs(section, local_files_only=local_files_only)
+        stored_vocab = _stored_vocab(section, hf_config, local_files_only=local_files_only)
+    markers = _new_markers(section, local_files_only=local_files_only)
+    added = added_beyond(section, stored_vocab) if section.path is not None else ()
     start = Path(section.adapter) if section.adapter else None
     if section.adapter and not local_files_only:
         start = find_hf_dir(section.adapter, key="model.adapter", with_weights=True)
     with agreement():
-        hf_config, whole = load_hf_configs(section, local_files_only=local_files_only)
-        stored_vocab = 0
-        if new:
-            text_config = hf_config.get_text_config()
-            stored_vocab = text_config.vocab_size
-            text_config.vocab_size = max(stored_vocab, new[-1] + 1)
+        text_config = hf_config.get_text_config()
+        # A vocabulary that model.config.vocab_size rounds up has rows without a token, which begin as the mean, too.
+        text_config.vocab_size = max([text_config.vocab_size, *(token + 1 for token in (*markers, *added))])
+        new = tuple(sorted({*markers, *range(stored_vocab, text_config.vocab_size)}))
         model = _on_meta(section, hf_config)
         if whole is not None:
             attach_whole(model, whole)
         compute_buffers(model)
         freeze(model, section.freeze)
-        if new and not all(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
-            what = f"freezes the embedding, to which model.chat_template adds {len(new)} tokens"
+        if markers and not _trains_vocabulary(model):
+            what = f"freezes the embedding, to which model.chat_template adds {len(markers)} tokens"
             raise UserError("model.freeze", what, "train the embedding, or use a template without new tokens")
         apply_lora(model, lora or LoraConfig(), directory=start, base=section.path)
-        if new and adapter_of(model) is not None:
-            what = f"adds {len(new)} tokens, for which the model that is frozen beside adapters has no rows"
+        if markers and not _trains_vocabulary(model):
+            what = f"adds {len(markers)} tokens, for which the model that is frozen beside adapters has no rows"
             todo = "use a template without new tokens, or give a model and tokenizer that have them"
+            if not tied_names(model):
+                todo = f"train the embedding and the head (lora.modules_to_save = {_ends(model)}), or {todo}"
             raise UserError("model.chat_template", what, todo)
     if whole is not None and directory is not None and section.weights != "pretrained":
         # Weights of a checkpoint are the text part's alone; those of the others are carried over to exports.
         directory = find_hf_dir(str(section.path), key="model.path", with_weights=True)
     # By `vars`, since a module types its attributes as tensors.
-    source = ModelSource(section.path, directory, hf_config, new, stored_vocab, adapter_of(model) is not None, whole)
+    source = ModelSource(
+        section.path,
+        directory,
+        hf_config,
+        new_tokens=new,
+        stored_vocab=stored_vocab if new else 0,
+        trains_new=_trains_vocabulary(model),
+        has_adapter=adapter_of(model) is not None,
+        whole=whole,
+    )
     vars(model)["_fsdp2kit_source"] = source
     return model.train()
 
 
-def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, ...]:
+def _stored_vocab(section: ModelConfig, hf_config: PretrainedConfig, *, local_files_only: bool) -> int:
+    """Rows of the source's embedding; for random weights, those that the config asks for."""
+    rows = hf_config.get_text_config().vocab_size
+    if section.path is None or section.weights == "random" or "vocab_size" not in json.dumps(section.config):
+        return rows
+    plain = load_hf_config(section.model_copy(update={"config": {}}), local_files_only=local_files_only)
+    return min(rows, plain.get_text_config().vocab_size)
+
+
+def _new_markers(section: ModelConfig, *, local_files_only: bool) -> tuple[int, ...]:
+    """Ids of the tokens that ``model.chat_template`` adds."""
     if section.chat_template is None or not (section.tokenizer or section.path):
         return ()
     try:
@@ -132,6 +158,20 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
         if not local_files_only:
             raise
         return ()  # not on this machine, or broken: reading the data reports that
+
+
+def _trains_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether the embedding and the head are trained, or copies of them beside adapters."""
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    is_trained = [[parameter.requires_grad for parameter in module.parameters()] for module in ends]
+    return all(any(one) for one in is_trained) if adapter_of(model) is not None else all(map(all, is_trained[:1]))
+
+
+def _ends(model: PreTrainedModel) -> str:
+    """The embedding and the head by the last parts of their names, as a TOML's list."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)]
+    return json.dumps(names)
 
 
 def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:

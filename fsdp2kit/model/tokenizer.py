@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -62,6 +66,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
             if key == "model.path" and Path(source, "config.json").is_file():
                 load_hf_config(section, local_files_only=local_files_only)
             raise
+        _ADDED[_key_of(source)] = (tuple(sorted(tokenizer.added_tokens_decoder)), tokenizer.vocab_size)
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
             vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
@@ -74,6 +79,121 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
 def new_tokens(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Ids that `build_tokenizer` added to the vocabulary, ascending."""
     return vars(tokenizer).get("_fsdp2kit_new", ()) if tokenizer is not None else ()
+
+
+def tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, ...]:
+    """Ids of added tokens for which an embedding of ``rows`` rows has none, ascending.
+
+    Empty if tokens that were not added lack rows, too: the tokenizer is another model's.
+    """
+    return _beyond(tuple(sorted(tokenizer.added_tokens_decoder)), tokenizer.vocab_size, rows)
+
+
+def added_beyond(section: ModelConfig, rows: int) -> tuple[int, ...]:
+    """`tokens_beyond` of the tokenizer that `build_tokenizer` loads, without the tokens of ``model.chat_template``.
+
+    A tokenizer that was loaded before is not loaded again. Empty if there is none on this machine. Collective.
+    """
+    source = section.tokenizer or section.path
+    if source is None:
+        return ()
+    if _key_of(source) not in _ADDED:
+        try:
+            build_tokenizer(section.model_copy(update={"chat_template": None}), local_files_only=True)
+        except UserError:
+            return ()
+    return _beyond(*_ADDED[_key_of(source)], rows)
+
+
+# By source: the ids of added tokens, and the size of the vocabulary without them.
+_ADDED: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}
+
+
+def _key_of(source: str) -> tuple[Any, ...]:
+    """Identifies a tokenizer: its source and, for a directory, the times of its files."""
+    folder = Path(source).expanduser()
+    files = [folder / name for name in (*_TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json")]
+    return source, *(file.stat().st_mtime_ns for file in files if file.is_file())
+
+
+def _beyond(added: Sequence[int], size: int, rows: int) -> tuple[int, ...]:
+    return tuple(token for token in added if token >= rows) if size <= rows else ()
+
+
+def check_same_tokens(section: ModelConfig) -> None:
+    """Refuse a ``model.tokenizer`` that gives texts other ids than the model's own tokenizer does.
+
+    Tokens may be added, other special tokens chosen, and reserved ones renamed. Only files on this machine are read:
+    if ``model.path`` has no tokenizer there, there is nothing to compare.
+
+    Raises:
+        UserError: it names a token or a text, with the ids of both tokenizers.
+    """
+    own, given = section.path, section.tokenizer
+    if own is None or given is None or own == given or _has_same_files(own, given):
+        return
+    try:
+        # A directory without a tokenizer would get one made up.
+        for key, source in (("model.path", own), ("model.tokenizer", given)):
+            _check_source(key, source)
+        load: Any = partial(_load, trust_remote_code=section.trust_remote_code, local_files_only=True)
+        known, other = load("model.path", own), load("model.tokenizer", given)
+    except UserError:
+        return
+    if difference := _difference(known, other):
+        what = f"gives tokens other ids than the tokenizer of model.path ({own}) does: {difference}"
+        todo = "leave model.tokenizer out, or if the model is to learn new tokens from scratch, set preflight.allow = "
+        raise UserError(f"model.tokenizer: {given}", what, f'{todo}["other_tokenizer"]')
+
+
+# Letters of several scripts, digits, spaces, code, and what Unicode's normal forms change.
+_SAMPLE = (
+    "The quick brown fox, it's 12,345.67 km/h!  Two spaces\tand a tab\n\n  def f(x): return {'a': [x ** 2]}  # ok\n"
+    "Größe naïve Ελληνικά Русский العربية עברית हिन्दी 日本語のテキスト 中文 한국어 ไทย 👩‍💻 ﬁ ½ é \u00a0end"
+)
+_CLASHES = 0.01  # share of a vocabulary whose ids may stand for other texts: reserved tokens that were renamed
+
+
+def _has_same_files(own: str, given: str) -> bool:
+    """Whether two tokenizers are the same in tokenizer.json but for tokens that one of them adds.
+
+    It saves loading both.
+    """
+    try:
+        files = [(Path(source).expanduser() / "tokenizer.json").read_bytes() for source in (own, given)]
+        if files[0] == files[1]:
+            return True
+        parts = [json.loads(file) for file in files]
+    except (OSError, ValueError):
+        return False
+    added = [{token["content"]: token["id"] for token in one.get("added_tokens") or ()} for one in parts]
+    if any(added[1][text] != token for text, token in added[0].items() if text in added[1]):
+        return False
+    return all(parts[0].get(name) == parts[1].get(name) for name in ("model", "normalizer", "pre_tokenizer"))
+
+
+def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+    """What tells the ids of two tokenizers apart, in words; "" for nothing."""
+    ids, others = known.get_vocab(), other.get_vocab()
+    moved = sorted((text for text, token in ids.items() if others.get(text, token) != token), key=ids.__getitem__)
+    # Tokens of plain text first: people recognise them.
+    plain = [text for text in moved if text.isascii() and text.isalpha()] or moved
+    if plain:
+        text, count = plain[0], f"{len(moved):,} of {len(ids):,} tokens differ"
+        return f"{text!r} has id {ids[text]} there, and {others[text]} here ({count})"
+    reserved = known.added_tokens_decoder
+    texts = {token: text for text, token in others.items()}
+    clashes = [text for text, token in ids.items() if token not in reserved and texts.get(token, text) != text]
+    clashes.sort(key=ids.__getitem__)
+    if len(clashes) > _CLASHES * len(ids):
+        text = clashes[0]
+        return f"id {ids[text]} is {text!r} there, and {texts[ids[text]]!r} here ({len(clashes):,} ids differ)"
+    before, after = (one.encode(_SAMPLE, add_special_tokens=False) for one in (known, other))
+    if before == after:
+        return ""
+    at = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
+    text = str(known.decode(before[at : at + 4]))
+    return f"{text!r} becomes {before[at : at + 4]} there, and {after[at : at + 4]} here"
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:

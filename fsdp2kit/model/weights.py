@@ -106,20 +106,25 @@ class StoredTensor:
 
 @contextlib.contextmanager
 def open_pretrained(
-    model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False
+    model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False, grow: bool = False
 ) -> Iterator[dict[str, StoredTensor]]:
     """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while the context is open.
 
     Args:
         model: may be on meta.
         allow_unexpected: as for `load_pretrained`.
+        grow: the model's embedding and head may have more rows than the files; these are the mean of the others.
     """
-    directory = Path(directory)
+    directory, ends = Path(directory), vocabulary_tensors(model)
     with open_safetensors(safetensors_files(directory)) as slices:
         shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
 
         def read(source: Source, name: str) -> Tensor:
             tensor = dict(source.tensors(model, slices))[name][...]
+            if grow and name in ends and len(tensor) < (rows := shapes[name][0]):
+                grown = tensor.new_empty(rows, *tensor.shape[1:])
+                fill_vocabulary(grown, [tensor], new_tokens=range(len(tensor), rows))
+                tensor = grown
             _check_shape(tensor, shapes[name], where=f"{directory}: {name}")
             return tensor
 
@@ -231,14 +236,21 @@ def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[
     source = vars(model).get("_fsdp2kit_source")
     if source is None or not source.new_tokens:
         return {}, ()
+    tensors = vocabulary_tensors(model)
+    shapes = {name: torch.Size((source.stored_vocab, *tensor.shape[1:])) for name, tensor in tensors.items()}
+    return shapes, source.new_tokens
+
+
+def vocabulary_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of the embedding and the head by each of their names in the model without adapters."""
     ends = [id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
-    shapes = {
-        f"{name}.{key}": torch.Size((source.stored_vocab, *tensor.shape[1:]))
+    return {
+        f"{name}.{key}": tensor
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in ends
-        for key, tensor in module.named_parameters(recurse=False)
+        # Beside adapters a module may be wrapped, with a copy of it that is trained.
+        for key, tensor in getattr(module, "original_module", module).named_parameters(recurse=False)
     }
-    return shapes, source.new_tokens
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ from fsdp2kit.model.inspect import (
 from fsdp2kit.model.liger import check_liger
 from fsdp2kit.model.names import whole_of
 from fsdp2kit.model.text_part import check_same_logits
+from fsdp2kit.model.tokenizer import check_same_tokens
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
@@ -249,6 +250,8 @@ def _check_model(
     _check_adapter(model, config, traits)
     if (engine := config.needs(config).engine) is not None:
         check_tensor_parallel(model, engine.tp)
+    if "other_tokenizer" not in config.preflight.allow:
+        check_same_tokens(config.model)
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
         key = "model.config.output_router_logits"

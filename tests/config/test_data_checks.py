@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tomli
 
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.load import dump_toml
 from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 
@@ -58,6 +60,15 @@ CASES = {
         {"data": {"sources": [{**A, "format": "text", "columns": {"messages": "m"}}, B]}},
         "data.columns.messages: 'm' with data.format = 'text', which reads no messages",
     ),
+    "name beside sources": ({"data": {"name": "a", "sources": [A, B]}}, "data.name: 'a' with .* set config_name in"),
+    "split beside sources": (
+        {"data": {"split": "test", "sources": [A, B]}},
+        "data.split: 'test' with .* set split in",
+    ),
+    "name of a share": (
+        {"data": A, "eval": {"every": 1, "name": "a", "split": 0.1}},
+        "eval.name: 'a', and eval.split",
+    ),
     "patience without": ({"data": A, "eval": {"patience": 2}}, "set eval.every"),
 }
 
@@ -67,6 +78,59 @@ def test_contradictions(name: str, tmp_path: Path) -> None:
     sections, what = CASES[name]
     with pytest.raises(UserError, match=what):
         check_config(config_of(tmp_path, **sections), world_size=1, local_world_size=1)
+
+
+RANDOM = {"format": "synthetic"}
+UNUSED = {
+    "path": ({"data": {**RANDOM, "path": "a.jsonl"}}, r"data\.path: \".*a.jsonl\" with data.format = 'synthetic'"),
+    "split": ({"data": {**RANDOM, "split": "test"}}, r"data\.split: \"test\" with data.format = 'synthetic'"),
+    "limit": ({"data": {**RANDOM, "limit": 5}}, r"data\.limit: 5 with .*set data.format = \"text\" or \"tokens\""),
+    "name": ({"data": {**RANDOM, "name": "main"}}, r"data\.name: "),
+    "sources": ({"data": {**RANDOM, "sources": [A]}}, r"data\.sources: 1 entries with data.format = 'synthetic'"),
+    "overlong": ({"data": {**RANDOM, "overlong": "drop"}}, r"data\.overlong: "),
+    "workers": ({"data": {**RANDOM, "workers": 2}}, r"data\.workers: 2 "),
+    "train_on": ({"data": {**RANDOM, "train_on": "all"}}, r"data\.train_on: "),
+    "wrap": ({"data": {**RANDOM, "wrap": "chat"}}, r"data\.wrap: "),
+    "column": ({"data": {**RANDOM, "columns": {"text": "body"}}}, r"data\.columns\.text: "),
+    "eval.path": ({"data": RANDOM, "eval": {"every": 1, "path": "a.jsonl"}}, r"eval\.path: .*'synthetic'"),
+    "eval.sets": ({"data": RANDOM, "eval": {"every": 1, "sets": {"x": A}}}, r"eval\.sets\.x\.path: .*'synthetic'"),
+    "text": ({"data": {**A, "format": "text", "train_on": "last"}}, r"data\.train_on: \"last\" with .*'text', which"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_key_that_the_format_does_not_use_is_refused(name: str, tmp_path: Path) -> None:
+    sections, what = UNUSED[name]
+    with pytest.raises(UserError, match=what):
+        check_config(config_of(tmp_path, Text, **sections), world_size=1, local_world_size=1)
+
+
+def test_a_resolved_config_loads_again_and_says_what_is_done_anyway(tmp_path: Path) -> None:
+    for data in (RANDOM, {**A, "format": "text", "train_on": "all"}):
+        config = config_of(tmp_path, Text, data={**data, "seq_len": 64, "pack": False, "shuffle": False})
+        again = load_config(Text, tomli.loads(dump_toml(config)), source=tmp_path / "config.toml")
+        check_config(again, world_size=1, local_world_size=1)
+        assert again == config
+
+
+def test_the_json_schema_refuses_what_random_tokens_do_not_use() -> None:
+    schema = TextDataConfig.model_json_schema()
+    assert schema["if"]["required"] == ["format"]
+    unused = schema["then"]["properties"]
+    assert (unused["path"], unused["split"]) == (False, {"const": "train"})
+    assert not {"seq_len", "pack", "shuffle", "prefetch", "format"} & unused.keys()
+    assert "then" not in ChatDataConfig.model_json_schema()
+
+
+def test_a_configuration_of_the_training_data_is_not_the_training_data(tmp_path: Path) -> None:
+    data = {"path": "a", "name": "main"}
+    for evaluation in ({"name": "socratic"}, {"path": "a", "name": "socratic"}, {"sets": {"x": {"path": "a"}}}):
+        config = config_of(tmp_path, data=data, eval={"every": 1, **evaluation})
+        check_config(config, world_size=1, local_world_size=1)
+    for evaluation in ({"name": "main"}, {"path": "a", "name": "main"}, {"sets": {"x": data}}):
+        config = config_of(tmp_path, data=data, eval={"every": 1, **evaluation})
+        with pytest.raises(UserError, match="on the training data itself"):
+            check_config(config, world_size=1, local_world_size=1)
 
 
 def test_a_column_that_a_part_reads_may_be_named_for_all(tmp_path: Path) -> None:

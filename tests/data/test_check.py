@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
+from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
 from fsdp2kit.data import checks
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from recipes import distill, grpo
 from tests.data import templates
@@ -182,3 +183,14 @@ def test_the_plan_names_what_a_run_would_do(tmp_path: Path) -> None:
     ):
         assert line in said
     assert unchecked == []
+
+
+class Text(TrainingConfig):
+    data: TextDataConfig = TextDataConfig()
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_random_tokens_are_named(has_model: bool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, Text, data={"format": "synthetic", "seq_len": 64})
+    model = build_model(config.model) if has_model else None
+    assert count_steps(config, model=model)[0].startswith('data: random tokens (data.format = "synthetic")')

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -14,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import locate
+from fsdp2kit.data.rows import RowReader, hub_content
+from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.errors import UserError
 from tests.data.files import write_rows
 
@@ -138,6 +140,183 @@ def test_folders_globs_and_splits(tmp_path: Path) -> None:
     assert read(tmp_path / "plain") == [{"n": 3}]
 
 
+# Configurations
+
+CONFIGS = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files:
+  - split: train
+    path: socratic/train-*
+---
+# A set
+"""
+
+
+def write_configurations(folder: Path, readme: str = "", names: tuple[str, ...] = ("main", "socratic")) -> Path:
+    for name in names:
+        for split in ("train", "test"):
+            write_rows(folder / name / f"{split}-00000.jsonl", [{"n": f"{name} {split}"}])
+    if readme:
+        (folder / "README.md").write_text(readme)
+    return folder
+
+
+def read_named(path: Path, name: str | None, split: str = "train") -> list[dict]:
+    return [row.parse() for row in RowReader(locate(DataConfig(path=str(path), name=name, split=split)))]
+
+
+@pytest.mark.parametrize("readme", ["", CONFIGS, CONFIGS.replace("\n", "\r\n")])
+def test_a_folder_with_several_configurations(readme: str, tmp_path: Path) -> None:
+    folder = write_configurations(tmp_path, readme)
+    with pytest.raises(UserError, match=r'has several configurations \(main, socratic\).*data\.name = "main"'):
+        read_named(folder, None)
+    for name in ("main", "socratic"):
+        assert read_named(folder, name) == [{"n": f"{name} train"}]
+    assert read_named(folder, "main", "test") == [{"n": "main test"}]
+    with pytest.raises(UserError, match=r"data\.name: .* 'mian'; did you mean \"main\"\?"):
+        read_named(folder, "mian")
+    with pytest.raises(UserError, match=r"eval\.sets\.x\.name = "):
+        locate(DataConfig(path=str(folder)), "eval.sets.x.path")
+    with pytest.raises(UserError, match=r"data\.sources\.1\.config_name = "):
+        locate(DataConfig(path=str(folder)), "data.sources.1.path")
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [
+        CONFIGS.replace("- config_name: socratic\n", "- config_name: socratic\n  default: true\n"),
+        CONFIGS.replace("socratic\n  data", "default\n  data"),
+        "---\nconfigs:\n- config_name: only\n  data_files: main/test-*\n---\n",
+        "---\nconfigs:\n- {config_name: a, data_dir: main, default: true}\n- {config_name: b, data_dir: main}\n---\n",
+        "---\nconfigs:\n- config_name: a\n  data_files: [{split: train, path: [main/test*, socratic/train*]}]\n---\n",
+    ],
+)
+def test_a_readme_says_which_files_are_a_split(readme: str, tmp_path: Path) -> None:
+    folder = write_configurations(tmp_path / "set", readme)
+    expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    assert read_named(folder, None) == expected.to_list()
+
+
+@pytest.mark.parametrize(
+    ("readme", "what"),
+    [
+        (CONFIGS.replace("socratic/train", "absent/train"), "split 'train' of 'socratic' match no file"),
+        (CONFIGS.replace("- config_name: main", "- config_name: main\n  sep: ';'"), "have 'sep', which is not read"),
+        (CONFIGS.replace("configs:", "configs: [{"), "cannot be read"),
+    ],
+)
+def test_a_readme_that_cannot_be_followed(readme: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        read_named(write_configurations(tmp_path, readme), "socratic")
+
+
+def test_a_split_that_a_configuration_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no split 'test' in 'socratic'; its README.md has: train"):
+        read_named(write_configurations(tmp_path, CONFIGS), "socratic", "test")
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["data/train-0.jsonl", "data/train-1.jsonl"], None),
+        (["train/a.jsonl", "train/b.jsonl", "test/a.jsonl"], None),
+        (["part-0/a.jsonl", "part-1/a.jsonl"], None),
+        (["part-0/train.jsonl", "part-1/train.jsonl"], None),
+        (["2023-01/train.jsonl", "2023-02/train.jsonl"], None),
+        (["wiki/a.jsonl", "books/a.jsonl"], None),
+        (["train/wiki/a.jsonl", "train/books/a.jsonl"], None),
+        (["a/train.jsonl", "readme.txt"], None),
+        (["en/train/0.jsonl", "de/train/0.jsonl"], "de, en"),
+        (["data/en/train.jsonl", "data/de/train.jsonl", "data/de/test.jsonl"], "de, en"),
+        (["a/training-0.jsonl", "b/train.jsonl"], "a, b"),
+    ],
+)
+def test_which_folders_are_configurations(files: list[str], names: str | None, tmp_path: Path) -> None:
+    for file in files:
+        write_rows(tmp_path / file, [{"n": file}])
+    wanted = [file for file in files if file.endswith(".jsonl") and "test" not in file]
+    if names is None:
+        assert [row["n"] for row in read(tmp_path)] == sorted(wanted)
+        return
+    with pytest.raises(UserError, match=rf"several configurations \({names}\)"):
+        read(tmp_path)
+    assert [
+        row["n"] for row in read(f"{tmp_path}/**/*train*" if "/train/" not in files[0] else f"{tmp_path}/*/train/*")
+    ]
+
+
+def test_a_folder_inside_is_a_configuration_that_may_be_named(tmp_path: Path) -> None:
+    for name in ("wiki", "books"):
+        write_rows(tmp_path / name / "a.jsonl", [{"n": name}])
+    assert read_named(tmp_path, "books") == [{"n": "books"}]
+    with pytest.raises(UserError, match=r"data\.name: 'books', and .* has no configurations; leave it out"):
+        read_named(tmp_path / "wiki" / "a.jsonl", "books")
+    with pytest.raises(UserError, match=r"data\.name: 'books', and .* has no configurations"):
+        read_named(tmp_path / "wiki", "books")
+
+
+def test_configurations_behind_a_url_are_refused(tmp_path: Path) -> None:
+    folder = write_configurations(tmp_path, CONFIGS)
+    with pytest.raises(UserError, match=r"several configurations \(main, socratic\) behind a URL; give a pattern"):
+        read(f"file://{folder}")
+
+
+@pytest.mark.parametrize(
+    ("says", "name", "what"),
+    [
+        (
+            "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample …",
+            None,
+            r'data\.path: a/b: has several configurations \(main, socratic\); name one: data\.name = "main"',
+        ),
+        (
+            "BuilderConfig 'mian' not found. Available: ['main', 'x']",
+            "mian",
+            r"data\.name: .* did you mean \"main\"\?",
+        ),
+        ("There are multiple 'b' configurations in the cache: main, x\nPlease", None, r"several .*\(main, x\)"),
+        (
+            "Couldn't find cache for b for config 'y'\nAvailable configs in the cache: ['main']",
+            "y",
+            r"no configuration 'y'; its configurations: main",
+        ),
+    ],
+)
+def test_configurations_of_a_hub_dataset(
+    says: str, name: str | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(path: str, config: str | None = None, **_: object) -> None:
+        asked.append((path, config))
+        raise ValueError(says)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    location = locate(DataConfig(path="a/b", name=name))
+    with pytest.raises(UserError, match=what):
+        list(RowReader(location, download=True))
+    with pytest.raises(UserError, match=what):
+        hub_content(location)
+    assert asked == [("a/b", name)] * 2
+
+
+def test_the_messages_of_datasets_are_those_that_are_read(tmp_path: Path) -> None:
+    """What it raises for a folder is what it raises for a set on the hub."""
+    folder = write_configurations(tmp_path, CONFIGS)
+    found = Location(str(folder), "train", "hub")
+    for name, what in ((None, r"several configurations \(main, socratic\)"), ("mian", 'did you mean "main"')):
+        with pytest.raises(UserError, match=what):
+            list(RowReader(replace(found, name=name), download=True))
+
+
 def test_a_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "d"))
@@ -167,11 +346,55 @@ def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> 
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+# As `zstd` writes it: {"n": 1} and {"n": 2}, each a line and a frame, then a frame to be skipped, then {"n": 3}.
+ZSTD = bytes.fromhex(
+    "28b52ffd04584900007b226e223a20317d0ad821b83128b52ffd04584900007b226e223a20327d0a8fa0609c502a4d18"
+    "040000006162636428b52ffd04584900007b226e223a20337d0ae3420ae8"
+)
+
+
+@pytest.mark.parametrize("path", ["{}", "file://{}"])
+def test_all_frames_of_a_zstd_file_are_read(path: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(ZSTD)
+    assert read(path.format(tmp_path / "a.jsonl.zst")) == [{"n": 1}, {"n": 2}, {"n": 3}]
+    rows = [{"text": f"row {number} ü"} for number in range(3000)]
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    frames = [
+        pa.compress(b"".join(part), codec="zstd", asbytes=True) for part in (lines[:7], lines[7:2000], lines[2000:])
+    ]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(frames))
+    assert read(path.format(tmp_path / "b.jsonl.zst")) == rows
+    (tmp_path / "c.json.zst").write_bytes(pa.compress(json.dumps(rows).encode(), codec="zstd", asbytes=True))
+    assert read(path.format(tmp_path / "c.json.zst")) == rows
+    (tmp_path / "d.csv.zst").write_bytes(pa.compress(b"a,b\n1,2\n", codec="zstd", asbytes=True))
+    assert read(path.format(tmp_path / "d.csv.zst")) == [{"a": "1", "b": "2"}]
+
+
+def test_a_zstd_file_is_read_from_any_position(tmp_path: Path) -> None:
+    rows = [{"n": number} for number in range(5000)]
+    frames = [
+        pa.compress("".join(json.dumps(row) + "\n" for row in part).encode(), codec="zstd", asbytes=True)
+        for part in (rows[:4000], rows[4000:])
+    ]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    location = locate(DataConfig(path=str(tmp_path / "a.jsonl.zst")))
+    for count in (1, 3999, 4000, 4999):
+        reader = RowReader(location)
+        list(itertools.islice(reader, count))
+        assert [row.parse() for row in RowReader(location, reader.position)] == rows[count:]
+
+
+def _zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
 def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
-    whole = {"gz": gzip, "bz2": bz2, "xz": lzma}[suffix].compress(b'{"a": 1}\n' * 10_000)
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": _zstd}[suffix]
+    whole = compress(b'{"a": 1}\n' * 10_000)
     path, middle = tmp_path / f"a.jsonl.{suffix}", len(whole) // 2
-    for content in (whole[:middle] + bytes(8) + whole[middle + 8 :], whole[:middle], b"no such thing"):
+    damaged = [whole[:middle] + bytes(8) + whole[middle + 8 :]] if suffix != "zst" else [whole + whole[:-3]]
+    for content in (*damaged, whole[:middle], b"no such thing"):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path}: cannot be read"):
             read(path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
+import torch
 from torch.distributed.fsdp import ShardingStrategy
 from transformers import TrainingArguments
 
@@ -268,6 +270,36 @@ def test_conversations_are_recognised_and_paths_are_the_tomls(tmp_path: Path, mo
         assert values["data"]["path"] == f"../{name}.jsonl"
 
 
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+
+
+def default_of(kind: Any, name: str) -> Any:
+    return inspect.signature(kind).parameters[name].default
+
+
+@pytest.mark.parametrize(
+    ("fields", "decay"),
+    [
+        ({"sharding_strategy": 1}, default_of(torch.optim.AdamW, "weight_decay")),
+        ({"learning_rate": 1e-5, "optim": "torch.optim.AdamW"}, default_of(torch.optim.AdamW, "weight_decay")),
+        ({"fsdp_config": {"fsdp_version": 1}}, default_of(torch.optim.AdamW, "weight_decay")),  # accelerate's
+        ({"optim": "torch.optim.Adam"}, default_of(torch.optim.Adam, "weight_decay")),
+        ({"optimizer": "sgd"}, default_of(torch.optim.SGD, "weight_decay")),
+        ({"optim": "muon"}, default_of(torch.optim.Muon, "weight_decay")),
+        ({"num_train_epochs": 1}, DEFAULTS["weight_decay"]),
+        ({"num_train_epochs": 1, "optim": "adamw_torch"}, DEFAULTS["weight_decay"]),
+        (TUNE, default_of(torch.optim.AdamW, "weight_decay")),
+        ({"batch_size_training": 4}, 0.0),  # llama-recipes' train_config
+        (DEEPSPEED, 0.0),  # FusedAdam's
+        ({"sharding_strategy": 1, "weight_decay": 0.3}, 0.3),
+    ],
+)
+def test_weight_decay_and_betas_are_those_of_the_source(fields: dict[str, Any], decay: float, tmp_path: Path) -> None:
+    values, _ = translated({"model_path": "m", **fields}, tmp_path)
+    assert values["optimizer"]["weight_decay"] == decay
+    assert tuple(values["optimizer"]["betas"]) == default_of(torch.optim.AdamW, "betas")
+
+
 @pytest.mark.parametrize(
     "telling",
     [
@@ -319,7 +351,9 @@ CHATS = "your-org/your-chats"
 @pytest.mark.parametrize(
     ("fields", "recipe", "data"),
     [
-        ({}, "fsdp1_baseline", {"format": "synthetic"}),
+        ({}, "pretrain", {"format": "text"}),
+        ({"data_format": "synthetic"}, "fsdp1_baseline", {"format": "synthetic"}),
+        ({"dataset": "org/x", "dataset_config_name": "main"}, "pretrain", {"path": "org/x", "name": "main"}),
         ({"dataset": "org/ultrachat"}, "sft", {"format": "chat", "path": "org/ultrachat"}),
         ({"dataset_name": "org/wiki"}, "pretrain", {"format": "text", "path": "org/wiki"}),
         ({"dataset_name": "org/x", "dataset_text_field": "messages"}, "sft", {"columns": {"messages": "messages"}}),
@@ -338,7 +372,8 @@ def test_data_and_the_recipe_that_fits(
     assert values["recipe"] == recipe
     assert {key: values["data"][key] for key in data} == data
     assert not found.unknown
-    assert ("data.path=" in found.toml.splitlines()[0]) == (data.get("path") == CHATS)
+    is_left = values["data"]["format"] != "synthetic" and values["data"].get("path") in (None, CHATS)
+    assert ("data.path=" in found.toml.splitlines()[0]) == is_left
     assert passes_the_check(found, tmp_path, monkeypatch)
 
 

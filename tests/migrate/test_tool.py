@@ -30,7 +30,7 @@ CONFIGS = sorted((Path(__file__).parent / "configs").iterdir())
 # What each file means, by hand.
 EXPECTED = {
     "plain": {
-        "recipe": "fsdp1_baseline",
+        "recipe": "pretrain",
         "model": {"path": "meta-llama/Llama-3.2-1B", "liger": True},
         "fsdp": {
             "strategy": "full_shard",
@@ -43,7 +43,7 @@ EXPECTED = {
             "forward_prefetch": 1,
         },
         "activation_checkpointing": {"mode": "full"},
-        "data": {"format": "synthetic", "seq_len": 4096},
+        "data": {"format": "text", "seq_len": 4096},
         "train": {
             "steps": 500,
             "micro_batch_size": 4,
@@ -167,8 +167,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         command = [sys.executable, migrate_fsdp1.__file__, str(source), "--model", "HuggingFaceTB/SmolLM2-135M"]
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=True)
     text = (tmp_path / "mine.toml").read_text()
-    assert text.startswith("# torchrun --nproc-per-node 8 -m fsdp2kit.run mine.toml\n")
+    assert text.startswith("# torchrun --nproc-per-node 8 -m fsdp2kit.run mine.toml data.path=FILE\n")
     assert tomli.loads(text)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M"
+    assert "path" not in tomli.loads(text)["data"]
+    assert "to be given, the file does not say it: data.path=FILE" in done.stderr.splitlines()
     assert "check it: WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 python -m fsdp2kit.run mine.toml --check" in done.stderr
 
 
