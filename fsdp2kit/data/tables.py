@@ -40,6 +40,7 @@ from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import encode_rows, ending_of, special_ids
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import ends_answers, stop_tokens
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
 _ENCODING = 2
@@ -189,7 +190,7 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("rows.py", "formats.py", "chat.py", "template.py", "day.py", "tokens.py", "tables.py"):
+    for name in ("rows.py", "formats.py", "chat.py", "special.py", "template.py", "day.py", "tokens.py", "tables.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 
@@ -255,6 +256,9 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
         tokenizer.special_tokens_map,
         None if section.format in ("text", "tokens") else tokenizer.chat_template,
     ]
+    # Where the template ends answers itself, other stop tokens change nothing.
+    if section.format not in ("text", "tokens") and tokenizer.chat_template and not ends_answers(tokenizer):
+        parts.append(stop_tokens(tokenizer))
     if section.format not in ("text", "tokens") and writes_date(tokenizer):
         parts.append(str(day_of(tokenizer)))
     text = json.dumps(parts, sort_keys=True, default=str)
