@@ -188,12 +188,7 @@ class Chat:
         Raises:
             UserError: the template makes another text of it.
         """
-        what = "the row quotes a special token, and the chat template makes another text of the row because of it"
-        problem = UserError(self.where, what, "take the quoted token out of the row, or drop the row")
-        try:
-            values, stand_ins = without_quotes([*self.template.inputs, self.messages], special)
-        except ValueError:
-            raise problem from None
+        values, stand_ins = without_quotes([*self.template.inputs, self.messages], special, where=self.where)
         if not stand_ins:
             return self
         other = copy.copy(self)
@@ -206,7 +201,8 @@ class Chat:
             special.at(text, at) for at in special.starts_in(text)
         ]:
             return self  # the template leaves out what is quoted
-        raise problem
+        what = "the row quotes a special token, and the chat template makes another text of the row because of it"
+        raise UserError(self.where, what, "take the quoted token out of the row, or drop the row")
 
     def begin_of(self, turn: int) -> int:
         """Where the whole text begins to depend on what ``messages[turn]`` says.
@@ -257,10 +253,9 @@ def supervised_spans(chat: Chat, special: SpecialTokens, train_on: TrainOn) -> t
         for turn, (start, end) in zip(turns, spans, strict=True):
             if text[start:end].strip() in ("", *special.texts):
                 raise _empty_turn(chat, turn)
-    spans = [_with_stop(ended, span, special) for span in spans]
-    if spans and spans[-1][1] == len(ended):
-        text = ended
-    return text, [_trim(text, span, special.texts) for span in spans]
+    spans = [_whole_turn(ended, span, special) for span in spans]
+    is_learnt = bool(spans) and spans[-1][1] == len(ended)
+    return ended if is_learnt else text, spans
 
 
 def _last_stop(chat: Chat, text: str, special: SpecialTokens) -> str:
@@ -296,11 +291,16 @@ def _what_may_follow(answer: Message) -> list[Message]:
     return [{"role": "tool", "content": _OTHER, "name": name, "tool_call_id": call.get("id")}, user]
 
 
-def _with_stop(text: str, span: Span, special: SpecialTokens) -> Span:
-    """The span with the stop token that follows it, if it ends in no special token itself."""
+def _whole_turn(text: str, span: Span, special: SpecialTokens) -> Span:
+    """The span up to its end-of-turn token: without the space after it, or with the stop token that follows the span.
+
+    Generation stops at the token.
+    """
     start, end = span
-    is_ended = start == end or text[start:end].rstrip().endswith(special.texts)
-    return span if is_ended else (start, special.end_of_stop(text, end))
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(special.texts):
+        return start, start + len(stripped)
+    return (start, special.end_of_stop(text, end)) if start < end else span
 
 
 def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]:
@@ -334,16 +334,18 @@ def _prefix_spans(chat: Chat, whole: str, special: SpecialTokens, turns: Sequenc
     rendered otherwise.
     """
     contents = _find_contents(chat, whole) if len(turns) > _RENDERED else None
+    if contents is None:
+        return [_prefix_span(chat, whole, special, turn, is_last=turn == turns[-1]) for turn in turns]
     kinds: dict[Any, list[int]] = {}
-    marks = [] if contents is None else _marks_of(chat)
+    marks = _marks_of(chat)
     for turn in turns:
-        is_between = contents is not None and all(contents[turn - 1 : turn] + contents[turn + 1 : turn + 2])
+        is_between = all(contents[turn - 1 : turn] + contents[turn + 1 : turn + 2])
         kind = tuple(marks[max(turn - 1, 0) : turn + 2]) if is_between else turn
         kinds.setdefault(kind, []).append(turn)
     tried = sorted({alike[at] for alike in kinds.values() for at in (0, len(alike) // 2, -1)})
     spans = {turn: _prefix_span(chat, whole, special, turn, is_last=turn == turns[-1]) for turn in tried}
     for alike in kinds.values():
-        if len(alike) > 1 and contents is not None:
+        if len(alike) > 1:
             found = _spans_alike(chat, whole, contents, alike, spans[alike[0]])
             if all(found.get(turn) == spans[turn] for turn in alike if turn in spans):
                 spans = {**found, **spans}
@@ -488,10 +490,3 @@ def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: t
         )
         todo = "set model.chat_template to a template with a generation prompt or {% generation %} markers"
         raise UserError(chat.where, what, todo)
-
-
-def _trim(text: str, span: Span, endings: tuple[str, ...]) -> Span:
-    """The span without the whitespace after its end-of-turn token: generation stops at the token."""
-    start, end = span
-    stripped = text[start:end].rstrip()
-    return (start, start + len(stripped)) if stripped.endswith(endings) else span

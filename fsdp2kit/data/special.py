@@ -45,6 +45,10 @@ class SpecialTokens:
     eos: str
     """Ends a text; "" without one."""
 
+    def may_be_in(self, text: str) -> bool:
+        """Whether a text may hold a special token: one begins like it. Fast."""
+        return any(first in text for first in self._firsts) and self._begins.search(text) is not None
+
     def starts_in(self, text: str) -> list[int]:
         """Where special tokens begin in a text, ascending; they may overlap."""
         return [found.start() for found in self._begins.finditer(text) if self.at(text, found.start())]
@@ -69,6 +73,10 @@ class SpecialTokens:
     @functools.cached_property
     def _sizes(self) -> list[int]:
         return sorted({len(text) for text in self.texts}, reverse=True)
+
+    @functools.cached_property
+    def _firsts(self) -> list[str]:
+        return sorted({text[0] for text in self.texts})
 
     @functools.cached_property
     def _begins(self) -> re.Pattern[str]:
@@ -97,16 +105,22 @@ def _longest_first(texts: set[str]) -> tuple[str, ...]:
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
-def without_quotes(values: Any, special: SpecialTokens) -> tuple[Any, dict[str, str]]:
+def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[Any, dict[str, str]]:
     """Nested lists and dicts with stand-ins in the texts that quote special tokens, and what these stand for.
 
     A token may also be quoted in parts: by two texts that follow each other. Without quotes, the values are returned
     as they are.
 
     Raises:
-        ValueError: no stand-in is left, since the texts hold all of them.
+        UserError: no stand-in is left, since the texts hold all of them; it names ``where``.
     """
     texts: list[str] = []
+    names: set[str] = set()
+    _collect(values, texts, names)
+    joined = "".join(texts)
+    if not special.may_be_in(joined) and not special.may_be_in("\n".join(names)):
+        return values, {}
+    texts.clear()
     _changed(values, lambda text: texts.append(text) or text, special)
     joined = "".join(texts)
     starts = special.starts_in(joined)
@@ -115,7 +129,8 @@ def without_quotes(values: Any, special: SpecialTokens) -> tuple[Any, dict[str, 
     free = [one for one in _STAND_INS if one not in joined]
     quoted = dict.fromkeys(joined[start] for start in starts)
     if len(quoted) > len(free):
-        raise ValueError("all stand-ins are in the texts")
+        what = "the row quotes a special token, and holds all of Unicode's noncharacters U+FDD2 to U+FDEF"
+        raise UserError(where, what, "take the noncharacters out of the row, or drop the row")
     stand_in_of = dict(zip(quoted, free, strict=False))
     letters = list(joined)
     for start in starts:
@@ -125,11 +140,27 @@ def without_quotes(values: Any, special: SpecialTokens) -> tuple[Any, dict[str, 
     return _changed(values, lambda _: next(pieces), special), {one: letter for letter, one in stand_in_of.items()}
 
 
+def _collect(value: Any, texts: list[str], names: set[str]) -> None:
+    """Append the texts of a nested value in their order, and add its keys, and the texts under `_NAMES`."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            names.add(str(key))
+            if key in _NAMES and isinstance(one, str):
+                names.add(one)
+            else:
+                _collect(one, texts, names)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _collect(one, texts, names)
+
+
 def _changed(value: Any, change: Callable[[str], str], special: SpecialTokens) -> Any:
     """The nested value with each text changed. Keys and names are left, unless they quote a special token."""
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         found = {}
         for key, one in value.items():
             name = change(key) if isinstance(key, str) and special.starts_in(key) else key

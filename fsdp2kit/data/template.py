@@ -85,6 +85,7 @@ class Template:
         self._marked = mark_answers(self._source)
         self._tokens = tokenizer.special_tokens_map
         self._variables, self._tools, self._where = variables, tools, where
+        self._context = {**self._tokens, **variables}
         self._kind = (self._source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
 
     @property
@@ -106,6 +107,7 @@ class Template:
         """The template with other tools and variables."""
         other = copy.copy(self)
         other._tools, other._variables = tools, variables
+        other._context = {**self._tokens, **variables}
         return other
 
     def render(
@@ -123,7 +125,7 @@ class Template:
                 tools=self._tools if with_tools else None,
                 chat_template=self._marked if marked else self._source,
                 add_generation_prompt=prompt,
-                **{**self._tokens, **self._variables},
+                **self._context,
             )
         except TemplateSyntaxError as error:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"
