@@ -264,20 +264,23 @@ def _last_stop(chat: Chat, text: str, special: SpecialTokens) -> str:
     It is the stop token that begins the next turn: a tool's after calls, otherwise the user's. Without one it is the
     EOS.
     """
-    answer = text.rstrip()
-    if chat.rendered[-1]["role"] != "assistant" or answer.endswith(special.texts):
+    last, answer = chat.rendered[-1], text.rstrip()
+    if last["role"] != "assistant" or answer.endswith(special.texts):
         return ""
-    for following in _what_may_follow(chat.rendered[-1]):
+    content = last.get("content")
+    known = len(content.strip()) if isinstance(content, str) and not last.get("tool_calls") else _TAIL
+    size = min(known, _TAIL)
+    for following in _what_may_follow(last):
         try:
             begun = chat.template.render([*chat.rendered, following]).partition(_OTHER)[0]
         except UserError:
             continue
         marker = max(special.stops, key=begun.rfind, default="")
         said = begun.rpartition(marker)[0] if marker else ""
-        if tail := said.rstrip()[-_TAIL:]:
-            space = said[len(said.rstrip()) :].removeprefix(text[len(answer) :])
-            if answer.endswith(tail):
-                return space + marker
+        # What precedes the marker must be the end of the answer, which may have lost its reasoning there.
+        end = len(said.rstrip())
+        if size and end and answer.endswith(said[max(0, end - size) : end]):
+            return said[end:].removeprefix(text[len(answer) :]) + marker
     return special.eos
 
 
