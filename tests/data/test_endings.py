@@ -22,26 +22,15 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer, set_stop_tokens, stop_tokens, turn_ends
 from fsdp2kit.train.evaluation import prompt_ids
 from tests.data import templates
-from tests.data.families import CALL, FAMILIES, MULTI, SINGLE, TOOL, tokenizer_of
+from tests.data.families import CALL, FAMILIES, GLM4, MULTI, SINGLE, TOOL, glm4, tokenizer_of
 from tests.data.templates import encode_chat, learnt_text, make_tokenizer
 
-MARKERS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
 CALLS = [
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "content": "18", "tool_call_id": "call00001"},
     {"role": "assistant", "content": "18 °C."},
 ]
-
-
-def glm(*stops: str, marked: bool = False) -> Any:
-    """A tokenizer with GLM-4.5's form of turns; generation stops at these and at ``<|endoftext|>``."""
-    source = (Path(__file__).parent / "jinja" / "glm4.jinja").read_text(encoding="utf-8")
-    for sign, tag in (("«", "{%- generation -%}"), ("»", "{%- endgeneration -%}")):
-        source = source.replace(sign, tag if marked else "")
-    tokenizer = make_tokenizer(source, eos="<|endoftext|>", special=MARKERS)
-    set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids(stop) for stop in stops])
-    return tokenizer
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
@@ -58,7 +47,7 @@ CALLED = f"{THOUGHT}<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Orl�
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_the_next_roles_marker_ends_an_answer(marked: bool) -> None:
-    tokenizer = glm("<|user|>", "<|observation|>", marked=marked)
+    tokenizer = glm4("<|user|>", "<|observation|>", marked=marked)
     first, second = f"{THOUGHT}{MULTI[1]['content']}<|user|>", f"{THOUGHT}Yes.<|user|>"
     assert learnt(tokenizer, MULTI) == first + second
     assert learnt(tokenizer, MULTI, train_on="last") == second
@@ -90,13 +79,13 @@ def test_the_next_roles_marker_ends_an_answer(marked: bool) -> None:
     ],
 )
 def test_every_format_ends_answers_alike(section: dict, row: dict, expected: list[str]) -> None:
-    tokenizer = glm("<|user|>", "<|observation|>")
+    tokenizer = glm4("<|user|>", "<|observation|>")
     found = encode_rows([Row(row, "x")], DataConfig(**section), tokenizer)
     assert [learnt_text(tokenizer, *one) for one in found] == expected
 
 
 def test_without_a_marker_that_stops_the_last_answer_ends_in_the_eos() -> None:
-    tokenizer = glm()
+    tokenizer = glm4()
     assert learnt(tokenizer, turns("a", "b", "c", "d")) == f"{THOUGHT}b{THOUGHT}d<|endoftext|>"
     assert turn_ends(tokenizer) == {tokenizer.eos_token_id}
     tokenizer.eos_token = None
@@ -108,7 +97,7 @@ def test_space_before_the_marker_is_learnt_with_it() -> None:
         "{% for m in messages %}{{ '\n' if not loop.first }}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\n<|assistant|>' }}{% endif %}"
     )
-    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=MARKERS)
+    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
     set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")])
     assert learnt(tokenizer, turns("a", "b", "c", "d")) == "b\n<|user|>d\n<|user|>"
 
@@ -119,7 +108,7 @@ def test_an_earlier_answer_without_its_reasoning_still_ends_at_the_marker() -> N
         "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=MARKERS)
+    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
     set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")])
     row = turns("a", "b")
     row[1]["reasoning_content"] = "hm"
@@ -127,11 +116,11 @@ def test_an_earlier_answer_without_its_reasoning_still_ends_at_the_marker() -> N
 
 
 def test_the_models_generation_config_says_where_generation_stops(tmp_path: Path) -> None:
-    glm().save_pretrained(tmp_path)
-    user, tool = (glm().convert_tokens_to_ids(one) for one in ("<|user|>", "<|observation|>"))
+    glm4().save_pretrained(tmp_path)
+    user, tool = (glm4().convert_tokens_to_ids(one) for one in ("<|user|>", "<|observation|>"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [user]}))
     section = ModelConfig(path=str(tmp_path))
-    eos = glm().eos_token_id
+    eos = glm4().eos_token_id
     assert stop_tokens(build_tokenizer(section)) == tuple(sorted({user, eos}))
     before = cache_key("content", DataConfig(format="chat"), build_tokenizer(section))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, user, tool]}))
