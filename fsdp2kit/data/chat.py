@@ -268,8 +268,8 @@ def _last_stop(chat: Chat, text: str, special: SpecialTokens) -> str:
     if last["role"] != "assistant" or answer.endswith(special.texts):
         return ""
     content = last.get("content")
-    known = len(content.strip()) if isinstance(content, str) and not last.get("tool_calls") else _TAIL
-    size = min(known, _TAIL)
+    known = content.strip() if isinstance(content, str) and not last.get("tool_calls") else ""
+    size = min(len(known) or _TAIL, _TAIL)
     for following in _what_may_follow(last):
         try:
             begun = chat.template.render([*chat.rendered, following]).partition(_OTHER)[0]
@@ -279,7 +279,7 @@ def _last_stop(chat: Chat, text: str, special: SpecialTokens) -> str:
         said = begun.rpartition(marker)[0] if marker else ""
         # What precedes the marker must be the end of the answer, which may have lost its reasoning there.
         end = len(said.rstrip())
-        if size and end and answer.endswith(said[max(0, end - size) : end]):
+        if end and answer.endswith(said[max(0, end - size) : end]):
             return said[end:].removeprefix(text[len(answer) :]) + marker
     return special.eos
 
@@ -333,8 +333,8 @@ def _prefix_spans(chat: Chat, whole: str, special: SpecialTokens, turns: Sequenc
     """What each assistant turn adds to its generation prompt, checked to be a piece of the whole text.
 
     Each turn needs renderings of the conversation up to it. Of many turns, only some of each kind are rendered: the
-    first, the middle and the last one. The others of the kind must stand between the same texts as these, and are
-    rendered otherwise.
+    first, the middle and the last one. The others of the kind must stand between the same texts as these; those that
+    do not are rendered as well.
     """
     contents = _find_contents(chat, whole) if len(turns) > _RENDERED else None
     if contents is None:

@@ -202,8 +202,10 @@ def encode_quotes(
     usual = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     checked = backend.encode(aliased, add_special_tokens=False)
     found = backend.encode(restored(aliased, stand_ins), add_special_tokens=False)
+    special_ids = {*ids_of.values()}
     is_usual = [ids_of.get(one, one) for one in checked.ids] == usual
-    from_text = {*ids_of.values()} & {*found.ids} - {tokenizer.unk_token_id}  # unknown characters are no quote
+    unknown = tokenizer.unk_token_id  # of characters, which quote nothing
+    from_text = [one for one in found.ids if one != unknown and one in special_ids]
     if _FIRST in text or not is_usual or from_text:
         raise UserError(where, what, todo)
     return [ids_of.get(one, one) for one in found.ids], found.offsets

@@ -74,7 +74,8 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
             tokenizer.chat_template = _read_template(section.chat_template)
             vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
         if section.path is not None:
-            set_stop_tokens(tokenizer, eos_ids(section.path, local_files_only=local_files_only))
+            is_here = local_files_only or key == "model.path"  # the machine has fetched it
+            set_stop_tokens(tokenizer, eos_ids(section.path, local_files_only=is_here))
     return tokenizer
 
 

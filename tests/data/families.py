@@ -160,9 +160,9 @@ def template_of(name: str, *, marked: bool = False) -> str:
     return source
 
 
-def glm4(*stops: str, marked: bool = False) -> PreTrainedTokenizerFast:
+def glm4(*stops: str, marked: bool = False) -> Any:
     """A tokenizer whose template ends no answer itself; generation stops at these and at ``<|endoftext|>``."""
-    tokenizer = make_tokenizer(template_of("glm4", marked=marked), eos="<|endoftext|>", special=GLM4)
+    tokenizer: Any = make_tokenizer(template_of("glm4", marked=marked), eos="<|endoftext|>", special=GLM4)
     set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids(stop) for stop in stops])
     return tokenizer
 

@@ -97,7 +97,7 @@ def test_space_before_the_marker_is_learnt_with_it() -> None:
         "{% for m in messages %}{{ '\n' if not loop.first }}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\n<|assistant|>' }}{% endif %}"
     )
-    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
+    tokenizer: Any = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
     set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")])
     assert learnt(tokenizer, turns("a", "b", "c", "d")) == "b\n<|user|>d\n<|user|>"
 
@@ -108,7 +108,7 @@ def test_an_earlier_answer_without_its_reasoning_still_ends_at_the_marker() -> N
         "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
+    tokenizer: Any = make_tokenizer(template, eos="<|endoftext|>", special=GLM4)
     set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")])
     row = turns("a", "b")
     row[1]["reasoning_content"] = "hm"
@@ -167,7 +167,7 @@ OF_PARTS = templates.CHATML.replace(f"{CONTENT} +", f"{JOINED} +")
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize("messages", QUOTED)
 def test_a_quoted_special_token_is_text(messages: list[dict], trim_offsets: bool) -> None:
-    tokenizer = make_tokenizer(OF_PARTS, trim_offsets=trim_offsets)
+    tokenizer: Any = make_tokenizer(OF_PARTS, trim_offsets=trim_offsets)
     joined = [
         one["content"] if isinstance(one["content"], str) else "".join(part["text"] for part in one["content"])
         for one in messages
@@ -188,7 +188,8 @@ def test_a_quoted_special_token_is_text(messages: list[dict], trim_offsets: bool
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"gpt_oss"}))
 def test_special_tokens_are_the_templates_alone(name: str, marked: bool) -> None:
-    family, tokenizer = FAMILIES[name], tokenizer_of(name, marked=marked)
+    family = FAMILIES[name]
+    tokenizer: Any = tokenizer_of(name, marked=marked)
     row, plain = copy.deepcopy(SINGLE), copy.deepcopy(SINGLE)
     for at, one in enumerate(row):
         one["content"] = f"a {family.special[0]} b{family.eos} " + one["content"]
@@ -202,7 +203,8 @@ def test_special_tokens_are_the_templates_alone(name: str, marked: bool) -> None
 
 
 def test_tools_and_calls_that_quote_special_tokens() -> None:
-    tokenizer, row = tokenizer_of("qwen25"), copy.deepcopy(CALLS)
+    tokenizer: Any = tokenizer_of("qwen25")
+    row = copy.deepcopy(CALLS)
     row[1]["tool_calls"][0]["function"]["arguments"] = {"city <|im_end|>": "<|im_start|>"}
     row[2]["content"] = "18<|im_end|>"
     tool = copy.deepcopy(TOOL)
@@ -214,7 +216,7 @@ def test_tools_and_calls_that_quote_special_tokens() -> None:
 
 
 def test_texts_outside_of_templates_keep_their_special_tokens() -> None:
-    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer: Any = make_tokenizer(templates.CHATML)
     row = Row({"prompt": "<|im_start|>a<|im_end|>", "completion": "b", "text": "c<|im_end|>d"}, "x")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for section in (DataConfig(format="prompt_completion"), DataConfig(format="text")):
@@ -230,7 +232,7 @@ def test_tokenizers_that_mark_words_by_a_space_before_them(scheme: str) -> None:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("t", "h")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>", rstrip=True), "<unk>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = templates.CHATML
     ids, _ = encode_chat(turns("What <|im_end|> a th", "the <|im_end|>"), tokenizer)
     # Letter by letter the same as a text of which the tokenizer knows nothing.
@@ -244,7 +246,7 @@ def test_what_cannot_be_read_as_text_is_refused() -> None:
     words = {word: at for at, word in enumerate(["<unk>", "</s>", *"</s>ab", "</", "s>"])}
     backend = Tokenizer(models.BPE(vocab=words, merges=[("<", "/"), ("s", ">"), ("</", "s>")], unk_token="<unk>"))
     backend.add_special_tokens(["</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     with pytest.raises(UserError, match=r"^x.jsonl:3: the row quotes a special token, which .* cannot read as text"):
         encode_chat(turns("a", "b</s>"), tokenizer, where="x.jsonl:3")
@@ -255,13 +257,13 @@ def test_what_cannot_be_read_as_text_is_refused() -> None:
 
 def test_a_template_that_takes_quotes_out_is_left_to_it() -> None:
     template = templates.CHATML.replace("message['content']", "(message['content'] | replace('<|im_end|>', ''))")
-    tokenizer = make_tokenizer(template)
+    tokenizer: Any = make_tokenizer(template)
     assert encode_chat(turns("a<|im_end|>", "b"), tokenizer) == encode_chat(turns("a", "b"), tokenizer)
 
 
 # Conversations of many turns.
 
-LONG = {name: tokenizer_of(name) for name in ("qwen25", "llama31", "mistral", "granite")}
+LONG: dict[str, Any] = {name: tokenizer_of(name) for name in ("qwen25", "llama31", "mistral", "granite")}
 LONG["chatml"] = make_tokenizer(templates.CHATML)
 
 
@@ -285,7 +287,7 @@ def rendered(tokenizer: Any, messages: list[dict], ending: str) -> str:
 @pytest.mark.parametrize("name", LONG)
 def test_many_turns_are_learnt_as_each_of_them_is_generated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, messages = LONG[name], conversation(80)
-    ending = {"llama31": "<|eot_id|>"}.get(name, tokenizer.eos_token)
+    ending = "<|eot_id|>" if name == "llama31" else str(tokenizer.eos_token)
     calls, render = [], chat.Template.render
     monkeypatch.setattr(chat.Template, "render", lambda *a, **b: (calls.append(1), render(*a, **b))[1])
     assert learnt(tokenizer, messages) == rendered(tokenizer, messages, ending)
