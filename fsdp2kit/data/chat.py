@@ -7,12 +7,14 @@ it is checked to be a piece of the whole text. Both ways give character spans of
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp2kit.data.special import SpecialTokens, StandIns, restored, without_quotes
 from fsdp2kit.data.template import CLOSE, OPEN, REASONING, ROLES, Message, Template, Tokenizer, parsed
 from fsdp2kit.errors import UserError
 
@@ -28,6 +30,10 @@ _UNLEARNT = ("weight", "train", "training", "loss", "trainable")
 _MEDIA = ("image", "video", "audio")
 _BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
 _OTHER = "\ue002"  # of Unicode's private use: no content begins with it
+_LITERAL = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")  # a text in a template
+_RENDERED = 16  # turns that are rendered one by one
+_NAMED = ("name", "tool_call_id")
+_TAIL = 16  # characters by which the end of an answer is recognised
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:
@@ -165,20 +171,48 @@ class Chat:
         self.where, self.learn_from, self.bos_token = where, learn_from, tokenizer.bos_token
         self.template = Template(tokenizer, tools=tools, variables=variables, where=where)
         self.messages = self.template.fit(messages)
+        self.rendered = self.messages
+        """The messages as the template gets them: with stand-ins where they quote special tokens (`quoting`)."""
+        self.stand_ins: StandIns = {}
 
     def text(self, turns: int | None = None, *, prompt: bool = False) -> str:
         """The text of the first ``turns`` messages, by default of all; ``prompt`` appends the generation prompt."""
-        return self.template.render(self.messages[:turns], prompt=prompt)
+        return self.template.render(self.rendered[:turns], prompt=prompt)
+
+    def quoting(self, special: SpecialTokens, *, prompt: bool = False) -> Chat:
+        """The conversation with stand-ins in its texts where it quotes special tokens; itself if it quotes none.
+
+        Args:
+            prompt: check the text with the generation prompt.
+
+        Raises:
+            UserError: the template makes another text of it.
+        """
+        values, stand_ins = without_quotes([*self.template.inputs, self.messages], special, where=self.where)
+        if not stand_ins:
+            return self
+        other = copy.copy(self)
+        tools, variables, other.rendered = values
+        other.template, other.stand_ins = self.template.with_inputs(tools, variables), stand_ins
+        own, text = self.text(prompt=prompt), other.text(prompt=prompt)
+        if restored(text, stand_ins) == own:
+            return other
+        if [special.at(own, at) for at in special.starts_in(own)] == [
+            special.at(text, at) for at in special.starts_in(text)
+        ]:
+            return self  # the template leaves out what is quoted
+        what = "the row quotes a special token, and the chat template makes another text of the row because of it"
+        raise UserError(self.where, what, "take the quoted token out of the row, or drop the row")
 
     def begin_of(self, turn: int) -> int:
         """Where the whole text begins to depend on what ``messages[turn]`` says.
 
         Some templates render the messages before it in another way when nothing follows.
         """
-        said = {key: value for key, value in self.messages[turn].items() if key not in _SPOKEN}
+        said = {key: value for key, value in self.rendered[turn].items() if key not in _SPOKEN}
         said["content"] = [{"type": "text", "text": _OTHER}] if isinstance(said.get("content"), list) else _OTHER
         try:
-            other = self.template.render([*self.messages[:turn], said])
+            other = self.template.render([*self.rendered[:turn], said])
         except UserError:  # a template that reads the content
             other = self.text(turn)
         return same_at_start(self.text(), other)
@@ -191,27 +225,25 @@ def same_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     )
 
 
-def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The texts that may end a turn: those of the special tokens, the longest first."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
-    return tuple(sorted(special, key=lambda text: (-len(text), text)))
+def supervised_spans(chat: Chat, special: SpecialTokens, train_on: TrainOn) -> tuple[str, list[Span]]:
+    """A chat's text, and its supervised spans in ascending order, each with its end-of-turn token.
 
-
-def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
-    """A chat's text, and its supervised spans in ascending order, each with its end-of-turn token."""
+    The text is the template's. If its last answer is learnt and ends in no special token, the stop token follows that
+    would come next in a longer conversation, or else the EOS.
+    """
     text, learn_from = chat.text(), chat.learn_from
     turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
     turns = turns[-1:] if train_on == "last" else turns
     for turn in turns:
         if not any(str(chat.messages[turn].get(field) or "").strip() for field in ("content", *_SPOKEN)):
             raise _empty_turn(chat, turn)
+    ended = text + _last_stop(chat, text, special)
     if train_on == "all" and not learn_from:
-        return text, [(0, len(text))]
+        return ended, [(0, len(ended))]
     if not chat.template.has_markers:
-        spans = _prefix_spans(chat, text, endings, turns)
+        spans = _prefix_spans(chat, text, special, turns)
     else:
-        closing = tuple(ending for ending in endings if ending != chat.bos_token)
+        closing = tuple(ending for ending in special.texts if ending != chat.bos_token)
         spans = _marked_spans(chat, text, closing)
         first = turns[0] if turns and train_on == "last" else learn_from
         if first:
@@ -219,15 +251,65 @@ def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) ->
             spans = [span for span in spans if span[1] > begin]
     if len(spans) == len(turns):  # markers may enclose a turn in several pieces, and some may be empty
         for turn, (start, end) in zip(turns, spans, strict=True):
-            if text[start:end].strip() in ("", *endings):
+            if text[start:end].strip() in ("", *special.texts):
                 raise _empty_turn(chat, turn)
-    return text, [_trim(text, span, endings) for span in spans]
+    spans = [_whole_turn(ended, span, special) for span in spans]
+    is_learnt = bool(spans) and spans[-1][1] == len(ended)
+    return ended if is_learnt else text, spans
+
+
+def _last_stop(chat: Chat, text: str, special: SpecialTokens) -> str:
+    """What ends the last answer, where the template ends it with no special token; otherwise "".
+
+    It is the stop token that begins the next turn: a tool's after calls, otherwise the user's. Without one it is the
+    EOS.
+    """
+    last, answer = chat.rendered[-1], text.rstrip()
+    if last["role"] != "assistant" or answer.endswith(special.texts):
+        return ""
+    content = last.get("content")
+    known = content.strip() if isinstance(content, str) and not last.get("tool_calls") else ""
+    size = min(len(known) or _TAIL, _TAIL)
+    for following in _what_may_follow(last):
+        try:
+            begun = chat.template.render([*chat.rendered, following]).partition(_OTHER)[0]
+        except UserError:
+            continue
+        marker = max(special.stops, key=begun.rfind, default="")
+        said = begun.rpartition(marker)[0] if marker else ""
+        # What precedes the marker must be the end of the answer, which may have lost its reasoning there.
+        end = len(said.rstrip())
+        if end and answer.endswith(said[max(0, end - size) : end]):
+            return said[end:].removeprefix(text[len(answer) :]) + marker
+    return special.eos
+
+
+def _what_may_follow(answer: Message) -> list[Message]:
+    """Messages that may come after an assistant's, the likeliest first."""
+    user = {"role": "user", "content": _OTHER}
+    if not answer.get("tool_calls"):
+        return [user]
+    call = answer["tool_calls"][-1]
+    name = call.get("function", call).get("name")
+    return [{"role": "tool", "content": _OTHER, "name": name, "tool_call_id": call.get("id")}, user]
+
+
+def _whole_turn(text: str, span: Span, special: SpecialTokens) -> Span:
+    """The span up to its end-of-turn token: without the space after it, or with the stop token that follows the span.
+
+    Generation stops at the token.
+    """
+    start, end = span
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(special.texts):
+        return start, start + len(stripped)
+    return (start, special.end_of_stop(text, end)) if start < end else span
 
 
 def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]:
     """What ``{% generation %}`` markers enclose, with the special token that ends a span or follows it."""
     # Pieces alternate: other text, the assistant's text, other text, …
-    pieces = _BORDERS.split(marked := chat.template.render(chat.messages, marked=True))
+    pieces = _BORDERS.split(marked := chat.template.render(chat.rendered, marked=True))
     if "".join(pieces) != text or _BORDERS.findall(marked) != [OPEN, CLOSE] * (len(pieces) // 2):
         what = "the chat template's {% generation %} markers cannot be located in its text"
         todo = "let the markers enclose the assistant's text alone, without nesting or filters over them"
@@ -247,27 +329,136 @@ def _empty_turn(chat: Chat, turn: int) -> UserError:
     return UserError(chat.where, what, "drop the turn or the row, or set model.chat_template to one that renders it")
 
 
-def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], turns: Sequence[int]) -> list[Span]:
-    """What each assistant turn adds to its generation prompt, checked to be a piece of the whole text."""
-    spans = []
+def _prefix_spans(chat: Chat, whole: str, special: SpecialTokens, turns: Sequence[int]) -> list[Span]:
+    """What each assistant turn adds to its generation prompt, checked to be a piece of the whole text.
+
+    Each turn needs renderings of the conversation up to it. Of many turns, only some of each kind are rendered: the
+    first, the middle and the last one. The others of the kind must stand between the same texts as these; those that
+    do not are rendered as well.
+    """
+    contents = _find_contents(chat, whole) if len(turns) > _RENDERED else None
+    if contents is None:
+        return [_prefix_span(chat, whole, special, turn, is_last=turn == turns[-1]) for turn in turns]
+    kinds: dict[Any, list[int]] = {}
+    marks = _marks_of(chat)
     for turn in turns:
-        if turn == 0:
-            what = "the conversation begins with the assistant, so nothing says where its text begins"
-            todo = "begin with a user or system message, or use a chat template with {% generation %} markers"
-            raise UserError(chat.where, what, todo)
-        prompt = chat.text(turn, prompt=True)
-        until = _turn_end(chat, turn, whole=whole, endings=endings)
-        if not (until.startswith(prompt) and whole.startswith(until)):
-            advice = "" if turn == turns[-1] else 'set data.train_on = "last" to learn the last answer of each row, '
-            what = (
-                f"the chat template renders the assistant's messages[{turn}] differently within the conversation and "
-                "when it is generated (some drop earlier reasoning), so the mask would be wrong"
-            )
-            todo = "set model.chat_template to a template with {% generation %} markers, or use single-turn rows"
-            raise UserError(chat.where, what, advice + todo)
-        _refuse_header(chat, turn, added=until[len(prompt) :], prompt=prompt, endings=endings)
-        spans.append((len(prompt), len(until)))
-    return spans
+        is_between = all(contents[turn - 1 : turn] + contents[turn + 1 : turn + 2])
+        kind = tuple(marks[max(turn - 1, 0) : turn + 2]) if is_between else turn
+        kinds.setdefault(kind, []).append(turn)
+    tried = sorted({alike[at] for alike in kinds.values() for at in (0, len(alike) // 2, -1)})
+    spans = {turn: _prefix_span(chat, whole, special, turn, is_last=turn == turns[-1]) for turn in tried}
+    for alike in kinds.values():
+        if len(alike) > 1:
+            found = _spans_alike(chat, whole, contents, alike, spans[alike[0]])
+            if all(found.get(turn) == spans[turn] for turn in alike if turn in spans):
+                spans = {**found, **spans}
+    rest = {turn: _prefix_span(chat, whole, special, turn, is_last=False) for turn in turns if turn not in spans}
+    spans.update(rest)
+    return [spans[turn] for turn in turns]
+
+
+def _find_contents(chat: Chat, whole: str) -> list[Span | None] | None:
+    """Where the content of each message is in the whole text, without the space around it; None where it has no text.
+
+    None for all if a rendering with marks around the contents does not give the same text, or gives them in another
+    order.
+    """
+    marked, cores = [], []
+    for message in chat.rendered:
+        content = message.get("content")
+        core = content.strip() if isinstance(content, str) else ""
+        if isinstance(content, str) and core:
+            message = {**message, "content": content.replace(core, f"{OPEN}{core}{CLOSE}", 1)}
+        marked.append(message)
+        cores.append(core)
+    try:
+        pieces = _BORDERS.split(text := chat.template.render(marked))
+    except UserError:
+        return None
+    expected = [core for core in cores if core]
+    if "".join(pieces) != whole or _BORDERS.findall(text) != [OPEN, CLOSE] * len(expected) or pieces[1::2] != expected:
+        return None
+    ends = list(itertools.accumulate(map(len, pieces)))
+    spans = iter(list(zip(ends[::2], ends[1::2], strict=False)))
+    return [next(spans) if core else None for core in cores]
+
+
+def _marks_of(chat: Chat) -> list[Any]:
+    """What a template may tell messages apart by, for each: role, fields, space around the content, and those texts
+    which the template itself names."""
+    literals = {found[1:-1] for found in _LITERAL.findall(chat.template.source)}
+    named = sorted(one for one in literals if len(one) > 1 and not re.fullmatch(r"[\w\s]*", one))
+    marks = []
+    for message in chat.rendered:
+        content, calls = message.get("content"), message.get("tool_calls") or ()
+        fields = tuple(sorted((key, type(value).__name__) for key, value in message.items() if value))
+        text = content if isinstance(content, str) else ""
+        spoken = [text, *(str(message[field]) for field in REASONING if message.get(field))]
+        found = tuple(one for one in named if any(one in said for said in spoken))
+        space = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        marks.append((message["role"], fields, len(calls), space, found))
+    return marks
+
+
+def _spans_alike(
+    chat: Chat, whole: str, contents: Sequence[Span | None], alike: Sequence[int], first: Span
+) -> dict[int, Span]:
+    """The spans of turns, after that of the first of them; those of turns between other texts are left out.
+
+    The texts may differ in the names and ids of the messages around the turns.
+    """
+
+    def room(turn: int) -> Span:
+        """What lies between the contents before a turn and after it."""
+        before, after = contents[turn - 1], contents[turn + 1] if turn + 1 < len(contents) else None
+        return before[1] if before else 0, after[0] if after else len(whole)
+
+    def named(text: str, at: int, other: int) -> str:
+        """A text beside the message ``at`` as it is beside another one."""
+        if at < len(contents):
+            for field in _NAMED:
+                name, new = chat.rendered[at].get(field), chat.rendered[other].get(field)
+                if name and isinstance(name, str) and isinstance(new, str):
+                    text = text.replace(name, new)
+        return text
+
+    origin = alike[0]
+    begin, end = room(origin)
+    if not begin <= first[0] <= first[1] <= end:
+        return {}
+    before, after = whole[begin : first[0]], whole[first[1] : end]
+    found = {}
+    for turn in alike:
+        begin, end = room(turn)
+        head, tail = named(before, origin - 1, turn - 1), named(after, origin + 1, turn + 1)
+        is_wide = end - begin >= len(head) + len(tail)
+        if is_wide and whole.startswith(head, begin) and whole.endswith(tail, begin, end):
+            found[turn] = begin + len(head), end - len(tail)
+    return found
+
+
+def _prefix_span(chat: Chat, whole: str, special: SpecialTokens, turn: int, *, is_last: bool) -> Span:
+    """What an assistant turn adds to its generation prompt, checked to be a piece of the whole text.
+
+    Args:
+        is_last: whether no later turn is learnt.
+    """
+    if turn == 0:
+        what = "the conversation begins with the assistant, so nothing says where its text begins"
+        todo = "begin with a user or system message, or use a chat template with {% generation %} markers"
+        raise UserError(chat.where, what, todo)
+    prompt = chat.text(turn, prompt=True)
+    until = _turn_end(chat, turn, whole=whole, endings=special.texts)
+    if not (until.startswith(prompt) and whole.startswith(until)):
+        advice = "" if is_last else 'set data.train_on = "last" to learn the last answer of each row, '
+        what = (
+            f"the chat template renders the assistant's messages[{turn}] differently within the conversation and "
+            "when it is generated (some drop earlier reasoning), so the mask would be wrong"
+        )
+        todo = "set model.chat_template to a template with {% generation %} markers, or use single-turn rows"
+        raise UserError(chat.where, what, advice + todo)
+    _refuse_header(chat, turn, added=until[len(prompt) :], prompt=prompt, endings=special.texts)
+    return len(prompt), len(until)
 
 
 def _turn_end(chat: Chat, turn: int, *, whole: str, endings: tuple[str, ...]) -> str:
@@ -294,7 +485,7 @@ def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: t
     Templates like Mistral's need no prompt, since the user's turn ends in ``[/INST]``. They write no special token and
     no role before the content.
     """
-    content = chat.messages[turn].get("content")
+    content = chat.rendered[turn].get("content")
     header = added[: max(added.find(content.strip()), 0)] if isinstance(content, str) else ""
     if "assistant" in header and any(ending in header for ending in endings) and prompt == chat.text(turn):
         what = (
@@ -302,10 +493,3 @@ def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: t
         )
         todo = "set model.chat_template to a template with a generation prompt or {% generation %} markers"
         raise UserError(chat.where, what, todo)
-
-
-def _trim(text: str, span: Span, endings: tuple[str, ...]) -> Span:
-    """The span without the whitespace after its end-of-turn token: generation stops at the token."""
-    start, end = span
-    stripped = text[start:end].rstrip()
-    return (start, start + len(stripped)) if stripped.endswith(endings) else span

@@ -42,6 +42,7 @@ from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import encode_documents, ending_of, special_ids
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import ends_answers, stop_tokens
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
 _ENCODING = 2
@@ -56,6 +57,7 @@ _CODE = (
     "token_rows.py",
     "findings.py",
     "chat.py",
+    "special.py",
     "template.py",
     "day.py",
     "tokens.py",
@@ -319,6 +321,9 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
         tokenizer.special_tokens_map,
         None if section.format in ("text", "tokens") else tokenizer.chat_template,
     ]
+    # Where the template ends answers itself, other stop tokens change nothing.
+    if section.format not in ("text", "tokens") and tokenizer.chat_template and not ends_answers(tokenizer):
+        parts.append(stop_tokens(tokenizer))
     if section.format not in ("text", "tokens") and writes_date(tokenizer):
         parts.append(str(day_of(tokenizer)))
     if section.formatter is not None:

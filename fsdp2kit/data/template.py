@@ -9,6 +9,7 @@ rendering.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import itertools
 import json
@@ -85,14 +86,32 @@ class Template:
             todo += ", or use an instruction-tuned model's tokenizer"
             raise UserError("model.chat_template", what, todo) from None
         self._marked = mark_answers(self._source)
-        self._variables = {**tokenizer.special_tokens_map, **variables}
-        self._tools, self._where = tools, where
+        self._tokens = tokenizer.special_tokens_map
+        self._variables, self._tools, self._where = variables, tools, where
+        self._context = {**self._tokens, **variables}
         self._kind = (self._source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
 
     @property
     def has_markers(self) -> bool:
         """Whether ``{% generation %}`` says where the assistant's text is."""
         return self._marked is not None
+
+    @property
+    def source(self) -> str:
+        """The template itself."""
+        return self._source
+
+    @property
+    def inputs(self) -> tuple[Any, Mapping[str, Any]]:
+        """The row's tools and variables."""
+        return self._tools, self._variables
+
+    def with_inputs(self, tools: Any, variables: Mapping[str, Any]) -> Template:
+        """The template with other tools and variables."""
+        other = copy.copy(self)
+        other._tools, other._variables = tools, variables
+        other._context = {**self._tokens, **variables}
+        return other
 
     def render(
         self, messages: list[Message], *, prompt: bool = False, marked: bool = False, with_tools: bool = True
@@ -109,7 +128,7 @@ class Template:
                 tools=self._tools if with_tools else None,
                 chat_template=self._marked if marked else self._source,
                 add_generation_prompt=prompt,
-                **self._variables,
+                **self._context,
             )
         except TemplateSyntaxError as error:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"

@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdp2kit.config.data_schema import DataConfig
-from fsdp2kit.data.chat import Chat, Span, supervised_spans, turn_endings
+from fsdp2kit.data.chat import Chat, Span, supervised_spans
 from fsdp2kit.data.column_checks import check_columns, unread_columns
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.formats import WRAPPED, Columns, Plain, asked_in, looks_unwrapped, text_in, texts_of
 from fsdp2kit.data.memory import check_room
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.special import SpecialTokens, encode_quotes, special_tokens
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.token_rows import Encoded, labelled_documents
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import stop_tokens
 
 NO_ENDING = -1
 _CHARACTERS = 4 << 20  # that are tokenised in one call, unless one text has more
@@ -162,7 +164,7 @@ def encode_prompts(
     findings = Findings() if findings is None else findings
     if section.format == "rows":
         return [Prompt(row.parse(), [], []) for row in rows]
-    found = []
+    found, special = [], special_tokens(tokenizer)
     for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
         asked = asked_in(row)
         if isinstance(asked, str):
@@ -172,11 +174,32 @@ def encode_prompts(
             chat = row.chat(asked)
             _look_at(row, findings, [chat])
             asked = chat.messages
-            ids = tokenizer(chat.text(prompt=True), add_special_tokens=False, verbose=False)["input_ids"]
+            ids = encode_prompt(chat, tokenizer, special)
         if not ids:
             raise UserError(row.where, "the prompt is empty", "drop the row")
         found.append(Prompt(row.whole, asked, ids))
     return found
+
+
+def encode_prompt(chat: Chat, tokenizer: Tokenizer, special: SpecialTokens) -> list[int]:
+    """Token ids of a conversation with the generation prompt.
+
+    Raises:
+        UserError: it quotes a special token, and cannot be encoded without it.
+    """
+    chat = chat.quoting(special, prompt=True)
+    return encode_text(chat.text(prompt=True), chat, tokenizer, special)
+
+
+def encode_text(text: str, chat: Chat, tokenizer: Tokenizer, special: SpecialTokens) -> list[int]:
+    """Token ids of a part of the text of a conversation, which `Chat.quoting` returned.
+
+    Raises:
+        UserError: it quotes a special token, and cannot be encoded without it.
+    """
+    if chat.stand_ins:
+        return encode_quotes(text, chat.stand_ins, tokenizer, special, where=chat.where)[0]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _encode(
@@ -189,12 +212,15 @@ def _encode(
             f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
             "use a fast tokenizer (one with a tokenizer.json)",
         )
-    encoded, endings = [], turn_endings(tokenizer)
+    encoded, special = [], special_tokens(tokenizer)
     for kind, alike in itertools.groupby(rows, key=type):
-        texts, spans = [], []
+        texts, spans, quoting = [], [], dict[int, Chat]()
         for row in alike:
             if isinstance(row, Chat):
-                text, of_text = supervised_spans(row, endings, section.train_on)
+                chat = row.quoting(special)
+                text, of_text = supervised_spans(chat, special, section.train_on)
+                if chat.stand_ins:
+                    quoting[len(texts)] = chat
             else:
                 text, of_text = row.text, [(row.start, len(row.text))]
             check_room(text, row.where, tokenizer, with_offsets=True)
@@ -212,13 +238,18 @@ def _encode(
             )
             assert encoding.encodings is not None, "a fast tokenizer has them"
             # Read the offsets row by row: a batch's are one tuple a token, which slows the garbage collector.
-            for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans[part], strict=True):
+            for at, ids, of_row in zip(
+                range(*part.indices(len(texts))), encoding["input_ids"], encoding.encodings, strict=True
+            ):
+                offsets = of_row.offsets
                 if kind is not Plain:
-                    encoded.append((ids, _mask(of_row.offsets, of_text)))
+                    if chat := quoting.get(at):
+                        ids, offsets = encode_quotes(texts[at], chat.stand_ins, tokenizer, special, where=chat.where)
+                    encoded.append((ids, _mask(offsets, spans[at])))
                     continue
                 kept = _once(ids, before, after)
                 findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
-                mask = _mask(kept.of(of_row.offsets), of_text)
+                mask = _mask(kept.of(offsets), spans[at])
                 encoded.append(_ended(kept.of(ids), mask, tokenizer))
     return encoded
 
@@ -283,7 +314,7 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids of the tokens that may end a turn or a text."""
     ids = {at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(ids | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()))
+    return frozenset(ids | {*stop_tokens(tokenizer)})
 
 
 def ending_of(ids: np.ndarray, supervised: np.ndarray, special: frozenset[int]) -> int:

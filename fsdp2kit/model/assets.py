@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -9,7 +10,7 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -207,12 +208,31 @@ def generation_config(
             # A bare config does not know the tokenizer's ids, and generation would never stop.
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 setattr(generation, name, getattr(tokenizer, name))
-    ends = generation.eos_token_id
-    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    known = _ids(generation.eos_token_id)
     added = sorted(set(stops) - set(known))
     if added:
         generation.eos_token_id = [*known, *added]
     return generation, added
+
+
+def eos_ids(path: str | Path, *, local_files_only: bool = False) -> tuple[int, ...]:
+    """Ids at which generation of the model at a path or hub id stops: its generation config's, else its config's.
+
+    Empty where neither says any, or neither can be read.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        generation = GenerationConfig.from_pretrained(path, local_files_only=local_files_only)
+        return tuple(_ids(generation.eos_token_id))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        fields, _ = PretrainedConfig.get_config_dict(path, local_files_only=local_files_only)
+        text = fields.get("text_config")
+        fields = {**fields, **text} if isinstance(text, dict) else fields
+        return tuple(_ids(fields.get("eos_token_id")))
+    return ()
+
+
+def _ids(value: Any) -> list[int]:
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
 
 
 def config_digest(config: PretrainedConfig) -> str:

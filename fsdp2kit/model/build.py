@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import json
 import logging
 import textwrap
 import traceback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsdp2kit.config.section import TEMPLATES, may_be_hub_id, ready_template
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
-from fsdp2kit.model.assets import find_hf_dir
+from fsdp2kit.model.assets import eos_ids, find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
 
 # A directory must hold one of these; transformers would otherwise make up an empty tokenizer from config.json.
@@ -35,6 +35,11 @@ _TOKENIZER_FILES = (
 # What templates write between turns as single tokens.
 _MARKER = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
 _ANSWER = "fsdp2kit_answer"
+_QUESTION = {"role": "user", "content": "a"}
+_SAID = {"role": "assistant", "content": _ANSWER}
+_CALL = {"id": "a12345678", "type": "function", "function": {"name": "a", "arguments": {"a": _ANSWER}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a12345678"}
 
 
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -42,6 +47,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
 
     A machine fetches a hub's files once. ``model.chat_template`` replaces the tokenizer's own template, also in what
     is saved. Where its turns do not end in ``eos_token``, its markers become special tokens; `new_tokens` says which.
+    `stop_tokens` says where generation of the model at ``model.path`` stops.
 
     Args:
         local_files_only: look in the hub's cache, but never ask the hub.
@@ -73,6 +79,9 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
         elif isinstance(tokenizer.chat_template, str):
             # transformers takes the byte-order mark of a file for text, and it would be learnt.
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+        if section.path is not None:
+            is_here = local_files_only or key == "model.path"  # the machine has fetched it
+            set_stop_tokens(tokenizer, eos_ids(section.path, local_files_only=is_here))
     return tokenizer
 
 
@@ -196,26 +205,68 @@ def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
     return f"{text!r} becomes {before[at : at + 4]} there, and {after[at : at + 4]} here"
 
 
+def set_stop_tokens(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
+    """Say at which ids generation of the model stops, beside the tokenizer's EOS; `build_tokenizer` does."""
+    vars(tokenizer)["_fsdp2kit_stops"] = tuple(ids)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids at which generation stops, ascending: the tokenizer's EOS, and those of the model's generation config.
+
+    `build_tokenizer` reads the config. Of a tokenizer from elsewhere the EOS alone is known.
+    """
+    own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    return tuple(sorted({*own, *vars(tokenizer).get("_fsdp2kit_stops", ())}))
+
+
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token that the chat template puts after an answer; empty where there is none, or no template."""
-    _, after = _probe(tokenizer)
+    """The special tokens that end an answer; empty where there is none, or no template.
+
+    It is the one that the chat template puts after an answer. Some templates, like GLM-4's, put none: the answer then
+    ends at the marker of the next role, if generation stops at it, or else at the EOS.
+    """
+    special, answered = _special_tokens(tokenizer), _rendered(tokenizer, [_QUESTION, _SAID])
+    if _ANSWER not in answered:
+        return set()
+    after = answered.partition(_ANSWER)[2].lstrip()
+    if found := [text for text in special if after.startswith(text)]:
+        return {special[max(found, key=len)]}
+    stops = {text: at for text, at in special.items() if at in stop_tokens(tokenizer)}
+    markers = set()
+    for turns in ([_SAID, _QUESTION], [_CALLED, _RESULT]):
+        after = _rendered(tokenizer, [_QUESTION, *turns]).rpartition(_ANSWER)[2]
+        if found := [text for text in stops if text in after]:
+            markers.add(stops[min(found, key=after.index)])
+    return markers or {at for text, at in stops.items() if text == tokenizer.eos_token}
+
+
+def ends_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template itself puts a special token after answers, and after tool calls if it takes any."""
+    special = tuple(_special_tokens(tokenizer))
+    texts = [_rendered(tokenizer, [_QUESTION, said]) for said in (_SAID, _CALLED)]
+    return all(text.rstrip().endswith(special) for text in texts if _ANSWER in text)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     special = {token.content: at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
     if isinstance(tokenizer.eos_token_id, int):
         special[str(tokenizer.eos_token)] = tokenizer.eos_token_id
-    found = [text for text in special if after.startswith(text)]
-    return {special[max(found, key=len)]} if found else set()
+    return special
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """A conversation as the chat template renders it, with a prompt for more, and what comes after its answer."""
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
-    texts = []
-    for messages, prompt in (([question, answer], False), ([{"role": "system", "content": "a"}, question], True)):
-        try:
-            texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-        except Exception:  # a template may raise anything; reading the rows reports it
-            texts.append("")
-    return "".join(texts), texts[0].partition(_ANSWER)[2].lstrip()
+    answered = _rendered(tokenizer, [_QUESTION, _SAID])
+    asked = _rendered(tokenizer, [{"role": "system", "content": "a"}, _QUESTION], prompt=True)
+    return answered + asked, answered.partition(_ANSWER)[2].lstrip()
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+    """The messages under the chat template; "" if it refuses them, or there is none."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except Exception:  # a template may raise anything; reading the rows reports it
+        return ""
 
 
 def _add_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

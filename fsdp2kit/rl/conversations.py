@@ -21,7 +21,8 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.contents import Content
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.tokens import Prompt
+from fsdp2kit.data.special import special_tokens
+from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
@@ -94,6 +95,7 @@ class Conversations(ExitStack):
         """
         super().__init__()
         self._section, self._seq_len, self._tokenizer = config.rollout, config.data.seq_len, tokenizer
+        self._special = special_tokens(tokenizer)
         self.lock = threading.Lock()
         """Held while the tokenizer works: it is not made for several threads."""
         self._environments: Any = None
@@ -139,8 +141,10 @@ class Conversations(ExitStack):
             raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
         chat = {"tools": check_tools(tools, where), "variables": variables, "where": where}
         asked = check_messages(messages, where, name="its messages")
-        text = self._text(asked, chat)
-        prompt = self._encode(text)
+        with self.lock:
+            begun = self._chat(asked, chat)
+            text = begun.text(prompt=True)
+        prompt = self._encode(text, begun)
         room = self._seq_len - self._section.max_new_tokens
         if not 0 < len(prompt) <= room:
             what = f"its messages have {len(prompt)} tokens, and data.seq_len − rollout.max_new_tokens leaves {room}"
@@ -161,7 +165,7 @@ class Conversations(ExitStack):
                 talk.reward, talk.is_whole = found, True
             elif talk.turns < self._section.max_turns:
                 messages = check_messages(found, f"{self._where}: step", name="its messages")
-                between = self._between(talk, messages)
+                between = self._between(talk, messages, stopped_at=turn.ids[-1])
                 if len(talk.prompt) + len(talk.ids) + len(between) < self._seq_len:
                     talk.add(between)
                     talk.said += messages
@@ -174,8 +178,11 @@ class Conversations(ExitStack):
         with self.lock:
             return str(self._tokenizer.decode(turn.ids[: -1 if turn.is_whole else None]))
 
-    def _between(self, talk: _Talk, messages: Messages) -> list[int]:
+    def _between(self, talk: _Talk, messages: Messages, *, stopped_at: int) -> list[int]:
         """The tokens from after the end of the model's turn to the beginning of its next one.
+
+        The model's own stop token, ``stopped_at``, is in the place of the template's. Where the template ends turns
+        with the marker of the next role, another stop token does not say this role, so the marker follows it.
 
         The template is asked with stand-ins for the model's turns, so that no text of these matters. The text up to
         the last turn's beginning has to stand at the beginning of the text up to the next turn's.
@@ -183,25 +190,28 @@ class Conversations(ExitStack):
         thinks = talk.thinks or any("</think>" in one["content"] for one in talk.said if one["role"] == "assistant")
         turn = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}" if thinks else _ANSWER
         said = [{**one, "content": turn} if one["role"] == "assistant" else one for one in talk.said]
-        before = self._text([*talk.asked, *said[:-1]], talk.chat)
-        after = self._text([*talk.asked, *said, *messages], talk.chat)
+        with self.lock:
+            before = self._chat([*talk.asked, *said[:-1]], talk.chat).text(prompt=True)
+            ended = self._chat([*talk.asked, *said], talk.chat).text().rstrip().endswith(_ANSWER)
+            going_on = self._chat([*talk.asked, *said, *messages], talk.chat)
+            after = going_on.text(prompt=True)
         written, _, rest = after[len(before) :].partition(_ANSWER)
-        ids = self._encode(rest.lstrip())
+        ids = self._encode(rest.lstrip(), going_on)
         is_kept = after.startswith(before) and (_THOUGHT in written or not thinks)
         if not is_kept or not {*ids[:1]} & {*turn_ends(self._tokenizer)}:
             changed = "renders earlier turns otherwise than the model writes them" + ", without reasoning" * thinks
             what = "ends the model's turns with no special token" if is_kept else changed
             todo = 'use one that keeps turns as they are, such as "chatml"'
             raise UserError("model.chat_template", f"{what}, so {_KEY} cannot go on after its first turn", todo)
-        return ids[1:]  # the model's own stop token is in the place of the template's
+        return ids if ended and ids[0] != stopped_at else ids[1:]
 
-    def _text(self, messages: Messages, chat: Mapping[str, Any]) -> str:
-        with self.lock:
-            return Chat(messages, self._tokenizer, **chat).text(prompt=True)
+    def _chat(self, messages: Messages, chat: Mapping[str, Any]) -> Chat:
+        return Chat(messages, self._tokenizer, **chat).quoting(self._special, prompt=True)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, chat: Chat) -> list[int]:
+        """The token ids of a part of a chat's text."""
         with self.lock:
-            return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return encode_text(text, chat, self._tokenizer, self._special)
 
 
 def check_environment(config: RLConfig, *, missing: Collection[str]) -> dict[str, str | None]:

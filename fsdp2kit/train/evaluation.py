@@ -16,7 +16,8 @@ from fsdp2kit import status
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.data.tokens import plain_prompt_ids, special_ids
+from fsdp2kit.data.special import special_tokens
+from fsdp2kit.data.tokens import encode_prompt, plain_prompt_ids, special_ids
 from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
@@ -196,5 +197,5 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[-1]["role"] == "assistant":
         raise UserError(where, "ends in the assistant's message, so nothing is asked", "end it in a user's message")
-    text = Chat(messages, tokenizer, where=where, variables={}).text(prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    chat = Chat(messages, tokenizer, where=where, variables={})
+    return encode_prompt(chat, tokenizer, special_tokens(tokenizer))

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from fsdp2kit.model.tokenizer import set_stop_tokens
 from tests.data.templates import make_tokenizer
 
 ANSWER, SECOND = "Yes, wet.\nüber-wet 🌊!", "Yes."
@@ -148,12 +149,27 @@ FAMILIES = {
 }
 
 
-def tokenizer_of(name: str, *, marked: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer with the family's template, with or without ``{% generation %}`` markers."""
+GLM4 = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+
+
+def template_of(name: str, *, marked: bool = False) -> str:
+    """The template of a file, with or without ``{% generation %}`` markers."""
     source = (Path(__file__).parent / "jinja" / f"{name}.jinja").read_text(encoding="utf-8")
     for sign, tag in (("«", "{%- generation -%}"), ("»", "{%- endgeneration -%}")):
         source = source.replace(sign, tag if marked else "")
-    family = FAMILIES[name]
+    return source
+
+
+def glm4(*stops: str, marked: bool = False) -> Any:
+    """A tokenizer whose template ends no answer itself; generation stops at these and at ``<|endoftext|>``."""
+    tokenizer: Any = make_tokenizer(template_of("glm4", marked=marked), eos="<|endoftext|>", special=GLM4)
+    set_stop_tokens(tokenizer, [tokenizer.convert_tokens_to_ids(stop) for stop in stops])
+    return tokenizer
+
+
+def tokenizer_of(name: str, *, marked: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with the family's template, with or without ``{% generation %}`` markers."""
+    source, family = template_of(name, marked=marked), FAMILIES[name]
     return make_tokenizer(source, eos=family.eos, special=family.special, trim_offsets=trim_offsets)
 
 

@@ -82,12 +82,12 @@ def test_a_template_without_generation_prompt_does_not_teach_its_header() -> Non
         encode_chat(QUESTIONS, make_tokenizer(template))
 
 
-def test_a_turn_that_ends_without_a_special_token_keeps_its_newline() -> None:
+def test_an_answer_that_ends_in_no_special_token_keeps_its_newline_and_gets_the_eos() -> None:
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
-    assert learnt(make_tokenizer(template), turns("Wet?", "Yes.")) == " Yes.\n"
+    assert learnt(make_tokenizer(template), turns("Wet?", "Yes.")) == " Yes.\n<|im_end|>"
 
 
 def test_many_at_once_equal_one_by_one() -> None:

@@ -1,0 +1,245 @@
+"""A tokenizer's special tokens, and texts that quote them.
+
+A chat template's special tokens become tokens. What a message quotes, like ``<|im_end|>`` in a question about chat
+templates, stays text: otherwise an answer would end within itself, and a question could hold turns that nobody took.
+
+While a conversation is rendered, a stand-in takes the place of the first character of each quoted token. All special
+tokens of the rendered text are then the template's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import stop_tokens
+
+StandIns = Mapping[str, str]
+"""Each stand-in, and the character that it stands for."""
+
+# Unicode noncharacters, which text must not hold. `fsdp2kit.data.template` uses U+FDD0 and U+FDD1.
+_STAND_INS = [chr(at) for at in range(0xFDD2, 0xFDF0)]
+_FIRST, *_DIGITS = [chr(plane << 16 | 0xFFFE | low) for plane in range(1, 17) for low in (0, 1)]
+_NAMES = ("role", "type")  # their values name something, and no text of a message
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The texts of a tokenizer's special tokens."""
+
+    texts: tuple[str, ...]
+    """All of them, the longest first. Any may end a turn."""
+    stops: tuple[str, ...]
+    """Those at which generation stops, the longest first."""
+    eos: str
+    """Ends a text; "" without one."""
+
+    def may_be_in(self, text: str) -> bool:
+        """Whether a text may hold a special token: one begins like it. Fast."""
+        return any(first in text for first in self._firsts) and self._begins.search(text) is not None
+
+    def starts_in(self, text: str) -> list[int]:
+        """Where special tokens begin in a text, ascending; they may overlap."""
+        return [found.start() for found in self._begins.finditer(text) if self.at(text, found.start())]
+
+    def at(self, text: str, start: int) -> str:
+        """The longest special token that begins at a place in a text; "" without one."""
+        for size in self._sizes:
+            if text[start : start + size] in self._known:
+                return text[start : start + size]
+        return ""
+
+    def end_of_stop(self, text: str, end: int) -> int:
+        """Where the stop token ends that follows a place in a text, perhaps after space; without one the place."""
+        space = _SPACE.match(text, end)
+        start = space.end() if space else end
+        return next((start + len(stop) for stop in self.stops if text.startswith(stop, start)), end)
+
+    @functools.cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.texts)
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return sorted({len(text) for text in self.texts}, reverse=True)
+
+    @functools.cached_property
+    def _firsts(self) -> list[str]:
+        return sorted({text[0] for text in self.texts})
+
+    @functools.cached_property
+    def _begins(self) -> re.Pattern[str]:
+        """Matches the first character of what may be a special token, which it tells by the second."""
+        seconds: dict[str, set[str]] = {}
+        for text in self.texts:
+            seconds.setdefault(text[0], set()).add(text[1:2])
+        choices = []
+        for first, after in sorted(seconds.items()):
+            is_alone = "" in after
+            letters = "".join(re.escape(one) for one in sorted(after))
+            choices.append(re.escape(first) + ("" if is_alone else f"(?=[{letters}])"))
+        return re.compile("|".join(choices) or r"(?!)")
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """The special tokens of a tokenizer."""
+    added = {at: token for at, token in tokenizer.added_tokens_decoder.items() if token.content}
+    eos = str(tokenizer.eos_token) if tokenizer.eos_token else ""
+    stops = {added[at].content for at in stop_tokens(tokenizer) if at in added} | ({eos} if eos else set())
+    texts = {token.content for token in added.values() if token.special} | stops
+    return SpecialTokens(_longest_first(texts), _longest_first(stops), eos)
+
+
+def _longest_first(texts: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+
+def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[Any, dict[str, str]]:
+    """Nested lists and dicts with stand-ins in the texts that quote special tokens, and what these stand for.
+
+    A token may also be quoted in parts: by two texts that follow each other. Without quotes, the values are returned
+    as they are.
+
+    Raises:
+        UserError: no stand-in is left, since the texts hold all of them; it names ``where``.
+    """
+    texts: list[str] = []
+    names: set[str] = set()
+    _collect(values, texts, names)
+    joined = "".join(texts)
+    if not special.may_be_in(joined) and not special.may_be_in("\n".join(names)):
+        return values, {}
+    texts.clear()
+    _changed(values, lambda text: texts.append(text) or text, special)
+    joined = "".join(texts)
+    starts = special.starts_in(joined)
+    if not starts:
+        return values, {}
+    free = [one for one in _STAND_INS if one not in joined]
+    quoted = dict.fromkeys(joined[start] for start in starts)
+    if len(quoted) > len(free):
+        what = "the row quotes a special token, and holds all of Unicode's noncharacters U+FDD2 to U+FDEF"
+        raise UserError(where, what, "take the noncharacters out of the row, or drop the row")
+    stand_in_of = dict(zip(quoted, free, strict=False))
+    letters = list(joined)
+    for start in starts:
+        letters[start] = stand_in_of[letters[start]]
+    ends = itertools.accumulate(map(len, texts))
+    pieces = iter(["".join(letters[end - len(text) : end]) for text, end in zip(texts, ends, strict=True)])
+    return _changed(values, lambda _: next(pieces), special), {one: letter for letter, one in stand_in_of.items()}
+
+
+def _collect(value: Any, texts: list[str], names: set[str]) -> None:
+    """Append the texts of a nested value in their order, and add its keys, and the texts under `_NAMES`."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            names.add(str(key))
+            if key in _NAMES and isinstance(one, str):
+                names.add(one)
+            else:
+                _collect(one, texts, names)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _collect(one, texts, names)
+
+
+def _changed(value: Any, change: Callable[[str], str], special: SpecialTokens) -> Any:
+    """The nested value with each text changed. Keys and names are left, unless they quote a special token."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        found = {}
+        for key, one in value.items():
+            name = change(key) if isinstance(key, str) and special.starts_in(key) else key
+            is_name = key in _NAMES and isinstance(one, str) and not special.starts_in(one)
+            found[name] = one if is_name else _changed(one, change, special)
+        return found
+    if isinstance(value, list | tuple):
+        return [_changed(one, change, special) for one in value]
+    return value
+
+
+def restored(text: str, stand_ins: StandIns) -> str:
+    """The text with the characters that stand-ins stand for."""
+    return text.translate({ord(one): letter for one, letter in stand_ins.items()})
+
+
+def encode_quotes(
+    text: str, stand_ins: StandIns, tokenizer: Tokenizer, special: SpecialTokens, *, where: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The token ids of a text with stand-ins, and each token's characters.
+
+    The special tokens of the text get their ids, and what stood in the place of stand-ins is encoded as plain text.
+
+    Raises:
+        UserError: the tokenizer cannot encode special tokens as text; it names ``where``.
+    """
+    what = f"the row quotes a special token, which {type(tokenizer).__name__} cannot read as text"
+    todo = "take the quoted token out of the row, or drop the row"
+    if not tokenizer.is_fast:
+        raise UserError(where, what, f"use a fast tokenizer (one with a tokenizer.json), or {todo}")
+    backend, aliases, ids_of = _for_quotes(tokenizer, len(tokenizer), special.texts)
+    pieces, end = [], 0
+    for start in special.starts_in(text):
+        if start >= end:
+            token = special.at(text, start)
+            pieces += [text[end:start], aliases.get(token, token)]
+            end = start + len(token)
+    aliased = "".join([*pieces, text[end:]])
+    usual = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    checked = backend.encode(aliased, add_special_tokens=False)
+    found = backend.encode(restored(aliased, stand_ins), add_special_tokens=False)
+    special_ids = {*ids_of.values()}
+    is_usual = [ids_of.get(one, one) for one in checked.ids] == usual
+    unknown = tokenizer.unk_token_id  # of characters, which quote nothing
+    from_text = [one for one in found.ids if one != unknown and one in special_ids]
+    if _FIRST in text or not is_usual or from_text:
+        raise UserError(where, what, todo)
+    return [ids_of.get(one, one) for one in found.ids], found.offsets
+
+
+@functools.lru_cache(maxsize=1)
+def _for_quotes(tokenizer: Any, _: int, texts: tuple[str, ...]) -> tuple[Backend, dict[str, str], dict[int, int]]:
+    """A copy of a fast tokenizer that reads special tokens as text.
+
+    Special tokens themselves are written as aliases, which are as long as the tokens and occur in no text.
+
+    Returns:
+        The copy, the alias of each text, and the special token's id for the id of each alias.
+    """
+    backend: Backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    added = {token.content: (at, token) for at, token in tokenizer.added_tokens_decoder.items()}
+    aliases: dict[str, str] = {}
+    ids_of: dict[int, int] = {}
+    of_size: dict[int, Any] = {}
+    for text in texts:
+        # The first character begins aliases alone, so none of them is found within another.
+        numbers = of_size.setdefault(len(text), itertools.product(_DIGITS, repeat=len(text) - 1))
+        digits = next(numbers, None)
+        if digits is None or text not in added:
+            continue
+        at, token = added[text]
+        flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+        alias = _FIRST + "".join(digits)
+        backend.add_tokens([AddedToken(alias, special=False, **flags)])
+        aliases[text] = alias
+        new = backend.token_to_id(alias)
+        assert new is not None, "it was added"
+        ids_of[new] = at
+    return backend, aliases, ids_of
