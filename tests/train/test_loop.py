@@ -36,9 +36,10 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from fsdp2kit.progress import Progress
+from fsdp2kit.stop import StopRequest
 from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
+from fsdp2kit.train.loop import is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.reference import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
