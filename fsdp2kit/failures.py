@@ -215,11 +215,14 @@ class Watch:
                 self._leave(key)
 
     def _leave(self, key: str) -> NoReturn:
-        """End this process; rank 0, which keeps the store, as the last one."""
-        self._store.add(f"{key}: left", 1)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while self.rank == 0 and self._store.add(f"{key}: left", 0) < len(self.hosts) and time.monotonic() < deadline:
-            time.sleep(self.period / 20)
+        """End this process once all ranks do: a rank that still worked would miss those that have gone."""
+        with suppress(RuntimeError, OSError):  # rank 0, which keeps the store, has left
+            left, deadline = self._store.add(f"{key}: left", 1), time.monotonic() + _LEAVE_SECONDS
+            while left < len(self.hosts) and time.monotonic() < deadline:
+                time.sleep(self.period / 20)
+                left = self._store.add(f"{key}: left", 0)
+            if self.rank == 0:
+                time.sleep(self.period / 4)
         stop_request.leave()
 
     def _ends_by_itself(self) -> bool:
@@ -322,6 +325,8 @@ def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
 
 def _explain_and_end(watch: Watch, error: Exception, text: str = "") -> NoReturn:
     """For the main thread, or for another if that does not get here. ``text`` is written in place of a traceback."""
+    if (request := stop_request.current()) is not None:
+        request.wait_for_end()
     _ending.acquire()  # and never released
     text = text or "".join(traceback.format_exception(error))
     if not write_traceback(text):

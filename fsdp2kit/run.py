@@ -162,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KnownFailure as failure:
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if distributed.is_main_process():
+            print("interrupted", file=sys.stderr)
         failures.stop()  # no other rank has lost this one
         return 130
     except Exception as failure:

@@ -32,6 +32,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 4.0  # that the main thread has to end a start by itself
+_END_SECONDS = 6.0  # that the ranks of a job take to end a start together
 _ANSWER_SECONDS = 30.0  # that other ranks have to say whether they end with this one
 
 
@@ -66,6 +67,7 @@ class StopRequest:
         self._deadline: float | None = None
         self._received: str | None = None
         self._is_told = False  # by another rank
+        self._is_announced = False
         self._interrupts_heard = self._interrupts_handled = 0
         self._has_raised = False
         self._former: dict[int, object] = {}
@@ -109,6 +111,8 @@ class StopRequest:
         self._over.set()
         self._wake(0)
         self._thread.join()
+        if self.reason is not None and not self._is_announced:
+            self._announce()
         os.close(self._read)
         os.close(self._write)
 
@@ -151,7 +155,7 @@ class StopRequest:
 
     def _listen(self) -> None:
         """The thread."""
-        since: float | None = None
+        since = 0.0
         while not self._over.is_set():
             if select.select([self._read], [], [], _LOOK_SECONDS)[0]:
                 for number in os.read(self._read, 64):
@@ -160,13 +164,14 @@ class StopRequest:
                         self._received = self._received or signal.Signals(number).name
             if self._over.is_set() or self.reason is None:
                 continue
-            if since is None:
+            if not self._is_announced:
                 since = time.monotonic()
                 self._announce()
             self._end_start(time.monotonic() - since)
 
     def _announce(self) -> None:
         """Say that the request was heard, and call those who wait for it."""
+        self._is_announced = True
         if not self._is_told and self.is_first_here():
             if self._is_start:
                 then = "no step is made yet, so there is nothing to save, and the run ends"
@@ -232,6 +237,11 @@ class StopRequest:
         with self._decision:
             self._agreed_to_end = self._is_start and self._ends_process
             return self._agreed_to_end
+
+    def wait_for_end(self) -> None:
+        """Return if this process does not end now, as the ranks have agreed: its thread may be about to do so."""
+        if self._agreed_to_end and not self._others_go_on.is_set():
+            self._others_go_on.wait(_END_SECONDS)
 
     def go_on(self) -> None:
         """Another rank has something to save, so this one goes on until all of them stop together."""

@@ -369,6 +369,9 @@ class _Loop:
             self.metrics.events.record("stop", step=self.run.progress.step, reason=f"early: {what}")
         if self.saved_at != self.run.progress.step:
             self._save()
+        self.checkpoints.finish_save()
+        if self.is_over and not self.is_done:
+            self.metrics.events.record("stop", step=self.run.progress.step, reason=asked.reason)
 
     def describe_end(self) -> list[str]:
         """What was done and where it is, once everything is written; for rank 0."""
