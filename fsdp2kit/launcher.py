@@ -64,7 +64,7 @@ def launch(arguments: Sequence[str], *, ranks: int) -> int:
         while (result := context.wait(timeout=1, period=_POLL_SECONDS)) is None:
             signals.end_if_interrupted()
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    return _exit_code(codes, interrupted=signals.interrupts > 1)
+    return exit_code_of(codes, interrupted=signals.interrupts > 1)
 
 
 class _Signals:
@@ -110,7 +110,7 @@ class _Signals:
             self._send(signal.SIGKILL, None)
 
 
-def _exit_code(codes: dict[int, int], *, interrupted: bool) -> int:
+def exit_code_of(codes: dict[int, int], *, interrupted: bool) -> int:
     """This process's exit code.
 
     Args:
