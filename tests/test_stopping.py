@@ -63,10 +63,10 @@ PHASES: dict[str, tuple[str, str, float, int]] = {
     "the first step": ("base", "cross_entropy", 200, 1),
     "a step": ("base", "cross_entropy", 0.3, 4),
     "evaluating": ("fsdp2kit.train.evaluation.Evaluation", "_sums_of", 0.7, 3),
-    "the last evaluation": ("fsdp2kit.train.evaluation.Evaluation", "_sums_of", 0.7, 40),
+    "the last evaluation": ("fsdp2kit.train.evaluation.Evaluation", "_sums_of", 0.7, 10),
     "answering prompts": ("fsdp2kit.train.evaluation", "reduce_numbers", 0.7, 3),
     "saving": ("fsdp2kit.checkpoint.checkpoints.Checkpoints", "write", 2, 1),
-    "exporting": ("fsdp2kit.checkpoint.hf", "in_blocks", 0.5, 5),
+    "exporting": ("fsdp2kit.checkpoint.hf", "write_safetensors", 2, 1),
     "generating": ("fsdp2kit.rl.transformers_engine._Sampler", "__call__", 1, 20),
     "finding rewards": ("fsdp2kit.rl.user_process.UserProcess", "has_answer", 0.3, 4),
     "syncing weights": ("fsdp2kit.rl.transformers_engine.TransformersEngine", "load_weights", 1, 3),
@@ -100,7 +100,7 @@ def write(folder: Path, phase: str, *, is_slow: bool) -> Path:
 
 def options(phase: str) -> list[str]:
     if phase in OF_GRPO:
-        small = ["train.global_batch_size=32", "train.micro_batch_size=32", "rollout.max_new_tokens=8", "mesh.cp=1"]
+        small = ["train.global_batch_size=32", "train.micro_batch_size=8", "rollout.max_new_tokens=8", "mesh.cp=1"]
         return [*EVALUATED, *small]
     prompts = ['eval.prompts=["What is this?"]', "eval.max_new_tokens=20"] if phase == "answering prompts" else []
     return [*EVALUATED, f"eval.path='{DEMO / 'heldout.jsonl'}'", *prompts]
@@ -115,8 +115,10 @@ def run(folder: Path, command: list[str], ranks: int, *, number: signal.Signals 
         deadline = time.monotonic() + 240
         while number and not (folder / "begun").exists() and processes[0].is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        for rank in to if number else ():
-            os.kill(processes[rank].pid, number)
+        assert not number or (folder / "begun").exists(), "".join(path.read_text() for path in paths)
+        if number:
+            for rank in to:
+                os.kill(processes[rank].pid, number)
         for process in processes:
             process.join(SOON if number else 240)
         said = "".join(path.read_text() for path in paths)
@@ -237,8 +239,8 @@ def test_a_mistake_on_launched_ranks_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_bug_on_a_launched_rank_is_one_traceback(tmp_path: Path) -> None:
     write(tmp_path, "evaluating", is_slow=False)
-    own = (tmp_path / "own.py").read_text().replace("if False", "if __import__('os').environ['RANK'] == '1'")
-    (tmp_path / "own.py").write_text(own.replace("        slow(", "        raise ValueError('a bug')  # "))
+    text = (tmp_path / "own.py").read_text().replace("if False:", "if __import__('os').environ['RANK'] == '1':")
+    (tmp_path / "own.py").write_text(text.replace("time.sleep(seconds)", "raise ValueError('a bug')"))
     process, log = launch(tmp_path, f"run.dir={tmp_path / 'run'}", *options("evaluating"))
     assert process.wait(240) == 1
     said = log.read_text()

@@ -319,7 +319,10 @@ class _Loop:
         return None
 
     def _note_stop(self, asked: StopRequest) -> None:
-        where = asked.reason or "on another rank"
+        """Say who was asked, and how. Collective."""
+        reasons = gather_objects(asked.reason)
+        others = [f"{reason} on rank {rank}" for rank, reason in enumerate(reasons) if reason is not None]
+        where = asked.reason or next(iter(others), "by the recipe")
         self.metrics.message(f"asked to stop ({where}) after step {self.run.progress.step}")
         self.metrics.events.record("stop", step=self.run.progress.step, reason=where)
 

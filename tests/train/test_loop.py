@@ -392,8 +392,8 @@ def test_all_ranks_stop_where_one_was_asked_to(pool: WorkerPool, models: Path) -
     results = pool.run(2, _train_until_signalled, models)
     for step, saved, _ in results:
         assert (step, saved) == (2, [2])
-    assert ["on another rank" in text for _, _, text in results] == [True, False]
-    assert "SIGUSR1" in results[1][2]
+    assert ["asked to stop (SIGUSR1 on rank 1) after step 2" in text for _, _, text in results] == [True, False]
+    assert "asked to stop (SIGUSR1) after step 2" in results[1][2]
 
 
 def _train_until_signalled(folder: Path) -> tuple[int, list[int], str]:
