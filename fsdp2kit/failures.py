@@ -199,7 +199,7 @@ class Watch:
         if request is None:
             return
         key = f"fsdp2kit/stop of run {stop_request.run_number()}"
-        reason = request.reason
+        reason = request.received  # the others look at their own clocks and launchers
         if reason is not None and self._asked != key:
             self._store.compare_set(key, "", f"{reason} on rank {self.rank}")
         if self._asked != key and self._store.check([key]):

@@ -113,8 +113,10 @@ class StopRequest:
         self._thread.join()
         if self.reason is not None and not self._is_announced:
             self._announce()
-        os.close(self._read)
-        os.close(self._write)
+        with self._decision:  # another thread may be in `hear_of`
+            os.close(self._read)
+            os.close(self._write)
+            self._write = -1
 
     def _handle_signals(self) -> bool:
         """Install the handlers; whether signals wake the thread by themselves."""
@@ -173,7 +175,7 @@ class StopRequest:
         """Say that the request was heard, and call those who wait for it."""
         self._is_announced = True
         if not self._is_told and self.is_first_here():
-            if self._is_start:
+            if self._is_start and self._received:
                 then = "no step is made yet, so there is nothing to save, and the run ends"
             else:
                 then = "what is under way ends where it can, a checkpoint follows, and the run ends"
@@ -191,7 +193,7 @@ class StopRequest:
         Args:
             seconds: since the request.
         """
-        if not (self._is_start and self._ends_process):
+        if not (self._is_start and self._ends_process and self._received):
             return
         waits = 0.0 if self.is_early else _LEAVE_SECONDS
         if (self._is_alone or not self._shares) and seconds >= waits and self.agree_to_end():
@@ -207,11 +209,16 @@ class StopRequest:
         """The signal's name, that torchrun is gone, or ``run.max_minutes``; as another rank says if it was asked."""
         if self._received is not None:
             return self._received
-        if launcher_is_gone():
+        if launcher_is_gone() and not (self._is_start and self._ends_process):  # until then `torchrun.watch` notices
             return f"{launcher()} has ended"
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "run.max_minutes"
         return None
+
+    @property
+    def received(self) -> str | None:
+        """`reason` where a signal asks to stop, on this rank or on another."""
+        return self._received
 
     def lift_time_limit(self) -> None:
         """What is left of this block has no limit."""
@@ -222,7 +229,8 @@ class StopRequest:
         if self.reason is None:
             self._is_told = True
             self._received = reason
-        self._wake(0)
+        with self._decision:
+            self._wake(0)
 
     def share(self, is_first_here: Callable[[], bool]) -> None:
         """Ranks tell each other of requests from now on.

@@ -202,7 +202,8 @@ def test_every_toml_can_be_tried_for_a_few_steps() -> None:
 def test_every_toml_opens_with_its_command_and_its_schema() -> None:
     for path in TOMLS:
         command, schema, purpose = path.read_text(encoding="utf-8").splitlines()[:3]
-        assert re.match(r"# (torchrun .*-m fsdp2kit\.run|fsdp2kit run) toml/" + re.escape(path.name), command), path.name
+        launch = r"# (torchrun .*-m fsdp2kit\.run|fsdp2kit run) toml/"
+        assert re.match(launch + re.escape(path.name), command), path.name
         named = re.match(r"#:schema \./(schema[.\w]*json)$", schema)
         assert named, path.name
         assert (path.parent / named.group(1)).is_file(), path.name
