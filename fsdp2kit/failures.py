@@ -60,6 +60,8 @@ class Watch:
         self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
         self._written: status.Position | None = None  # the position of the last report
         self._asked, self._answer = "", ""  # about a request to stop: its keys in the store, and what this rank said
+        self.leaves = False
+        """Whether this process ends, as all ranks have agreed to because they have nothing to save."""
         self._failed_at: float | None = None  # when this rank's thread saw that another rank has failed, or is gone
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
@@ -78,7 +80,7 @@ class Watch:
         with suppress(RuntimeError, OSError):
             if self._store.check([_LINE]):  # torchrun ends the others
                 return False
-            return self._store.add(f"fsdp2kit/asked on {self.host}", 1) == 1
+            return self._store.add(f"fsdp2kit/run {stop_request.run_number()} asked on {self.host}", 1) == 1
         return stop_request.is_first_local_rank()
 
     def stop(self) -> None:
@@ -216,6 +218,7 @@ class Watch:
 
     def _leave(self, key: str) -> NoReturn:
         """End this process once all ranks do: a rank that still worked would miss those that have gone."""
+        self.leaves = True
         with suppress(RuntimeError, OSError):  # rank 0, which keeps the store, has left
             left, deadline = self._store.add(f"{key}: left", 1), time.monotonic() + _LEAVE_SECONDS
             while left < len(self.hosts) and time.monotonic() < deadline:
@@ -325,8 +328,8 @@ def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
 
 def _explain_and_end(watch: Watch, error: Exception, text: str = "") -> NoReturn:
     """For the main thread, or for another if that does not get here. ``text`` is written in place of a traceback."""
-    if (request := stop_request.current()) is not None:
-        request.wait_for_end()
+    if watch.leaves:  # its thread is about to end this process
+        time.sleep(_LEAVE_SECONDS)
     _ending.acquire()  # and never released
     text = text or "".join(traceback.format_exception(error))
     if not write_traceback(text):

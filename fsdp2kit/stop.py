@@ -32,7 +32,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 4.0  # that the main thread has to end a start by itself
-_END_SECONDS = 6.0  # that the ranks of a job take to end a start together
 _ANSWER_SECONDS = 30.0  # that other ranks have to say whether they end with this one
 
 
@@ -245,11 +244,6 @@ class StopRequest:
         with self._decision:
             self._agreed_to_end = self._is_start and self._ends_process
             return self._agreed_to_end
-
-    def wait_for_end(self) -> None:
-        """Return if this process does not end now, as the ranks have agreed: its thread may be about to do so."""
-        if self._agreed_to_end and not self._others_go_on.is_set():
-            self._others_go_on.wait(_END_SECONDS)
 
     def go_on(self) -> None:
         """Another rank has something to save, so this one goes on until all of them stop together."""
