@@ -1,7 +1,7 @@
 """``fsdp2kit COMMAND …``: one command for everything; ``fsdp2kit`` alone lists the commands by task.
 
-It runs one process. For several: ``torchrun --nproc-per-node N -m fsdp2kit.run TOML``, and
-``torchrun … -m fsdp2kit.tools.NAME`` for a tool that uses several.
+``run --nproc N`` starts N ranks on this host. torchrun starts those of several hosts (``torchrun … -m fsdp2kit.run
+TOML``), and those of a tool (``torchrun … -m fsdp2kit.tools.NAME``).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from fsdp2kit import __version__, tools
+from fsdp2kit import __version__, stop, tools
 from fsdp2kit.console import begin_output, show
 from fsdp2kit.errors import nearest
 
 _COMMANDS = {
-    "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
+    "run": "train as a TOML says: fsdp2kit run TOML [--nproc N] [section.key=value ...]",
     "check": "check a TOML and plan its run, without weights and network: fsdp2kit check TOML [--world-size N]",
     "convert": "a checkpoint to a Hugging Face directory, or back: fsdp2kit convert SOURCE OUT (or: export)",
     "verify": "whether a checkpoint is whole: fsdp2kit verify runs/x/checkpoints/step-000200",
@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         command, rest = rest[0].replace("-", "_"), ["--help"]
     command = _ALIASES.get(command, command)
     found = _tools()
+    if command == "run":
+        stop.listen_from_the_start()  # torch takes seconds to import
     if command in ("run", "check"):
         module, rest = "fsdp2kit.run", rest + ["--check"] * (command == "check")
     elif command == "verify":

@@ -191,6 +191,11 @@ def say(*lines: str) -> None:
                 hear(line)
 
 
+def say_here(line: str) -> None:
+    """Print a line on this rank, whichever it is. `heard_by` does not get it. Any thread may call it."""
+    _SCREEN.print(line)
+
+
 @contextlib.contextmanager
 def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
     """Call ``hear`` with each line that `say` prints within the block, on the main rank."""

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2kit import failures, status, torchrun
 from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, sharded_where_it_lies, timeout_of
 from fsdp2kit.tracebacks import write_traceback
 
@@ -213,23 +214,26 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
 
     A `UserError` on any rank is raised on every rank; if there are several, the lowest rank's, with the name of its
     host if rank 0 runs on another one. Any other error is raised unchanged on its own rank, and on the others as a
-    `RunFailure` that names the rank.
+    `RunFailure` that names the rank. `Stopped` on any rank is raised on every rank, unless there is an error.
 
     Args:
         group: a group of all ranks, for background work. Default: the default group.
     """
     if not reduce_numbers([float(error is not None)], group=group)[0]:
         return  # one number of each rank, in place of an object
-    picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    picklable = error
+    if error is not None and not isinstance(error, (UserError, Stopped)):
+        picklable = f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)
     for rank, report in enumerate(reports):
         if isinstance(report, UserError) and report is not error:
             raise _naming_host(report, rank) from error
-    if error is not None:
+    if error is not None and not isinstance(error, Stopped):
         raise error
     for rank, report in enumerate(reports):
-        if report is not None:
+        if report is not None and not isinstance(report, Stopped):
             raise RunFailure(f"rank {rank} failed: {report}")
+    raise next(report for report in reports if report is not None)
 
 
 def host_of(rank: int) -> str:
@@ -277,7 +281,7 @@ def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run rank-local work that may fail, then `agree`. The block must not contain collectives."""
     try:
         yield
-    except Exception as error:
+    except (Exception, Stopped) as error:
         agree(error, group=group)
     else:
         agree(group=group)

@@ -13,7 +13,7 @@ kind says. Lines are only added: also those of steps that a resumed run makes ag
 | `save` | `step`, `seconds`, `waited` (seconds that training stood still for it), `background`, `best`, `bytes` |
 | `export` | `step`, `path`, `seconds` |
 | `profile` | `step`, the first that was traced; `path` of its folder |
-| `stop` | `step`, `reason`: it was asked to stop, or stopped early |
+| `stop` | `reason`: it was asked to stop, or stopped early; `step`, unless it was asked before its first step |
 | `end` | `outcome` ("done" or "stopped"); `step` and `seconds` since the start of the process if fsdp2kit's loop ran |
 | `failure` | `text`, a line; `lost` if the cause is another rank |
 | `refusal` | `text`, a line: a mistake of the user's that ended a start before its first step |

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp2kit import status
+from fsdp2kit import stop as stop_request
 from fsdp2kit.console import show
 from fsdp2kit.diagnosis import AGAIN, DONE, LOST, Diagnosis, Report
 from fsdp2kit.status import Position
@@ -32,6 +33,7 @@ from fsdp2kit.tracebacks import write_traceback
 _LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 _LOST_SECONDS = 15.0  # and the explanation takes seconds, too
 _LATE = 0.95  # of run.timeout_minutes without a change of position
 
@@ -58,6 +60,9 @@ class Watch:
         self.period = max(1.0, len(hosts) / 256)
         self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
         self._written: status.Position | None = None  # the position of the last report
+        self._asked, self._answer = "", ""  # about a request to stop: its keys in the store, and what this rank said
+        self.leaves = False
+        """Whether this process ends, as all ranks have agreed to because they have nothing to save."""
         self._failed_at: float | None = None  # when this rank's thread saw that another rank has failed, or is gone
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
@@ -70,6 +75,14 @@ class Watch:
     @property
     def host(self) -> str:
         return self.hosts[self.rank]
+
+    def is_first_asked(self) -> bool:
+        """Whether this rank says for its host that it is asked to stop: the first that was, and no rank has failed."""
+        with suppress(RuntimeError, OSError):
+            if self._store.check([_LINE]):  # torchrun ends the others
+                return False
+            return self._store.add(f"fsdp2kit/run {stop_request.run_number()} asked on {self.host}", 1) == 1
+        return stop_request.is_first_local_rank()
 
     def stop(self) -> None:
         """Stop reporting, at the end of a run. Rank 0, which keeps the store, waits a moment for the others."""
@@ -165,6 +178,8 @@ class Watch:
                     self._store, is_connected = self._connect(), True
                 self._write()
                 has_failed = self._store.check([_LINE])
+                if not has_failed:
+                    self._share_stop()
                 self._failed_at = (self._failed_at or time.monotonic()) if has_failed else None
                 if has_failed and not self._ends_by_itself():
                     self._end_soon()
@@ -177,6 +192,42 @@ class Watch:
                 is_connected, self._failed_at = False, self._failed_at or time.monotonic()
                 if status.is_failing() and not self._ends_by_itself():
                     self._end_soon()
+
+    def _share_stop(self) -> None:
+        """Tell the other ranks of a request to stop, and hear of theirs.
+
+        Each rank says whether it has something to save. If none has, all end here.
+        """
+        request = stop_request.current()
+        if request is None:
+            return
+        key = f"fsdp2kit/stop of run {stop_request.run_number()}"
+        reason = request.received  # the others look at their own clocks and launchers
+        if reason is not None and self._asked != key:
+            self._store.compare_set(key, "", f"{reason} on rank {self.rank}")
+        if self._asked != key and self._store.check([key]):
+            self._asked = key
+            request.hear_of(self._store.get(key).decode())
+            self._answer = "ends" if request.agree_to_end() else "goes on"
+            self._store.add(f"{key}: {self._answer}", 1)
+        if self._asked == key and self._answer == "ends":
+            if self._store.add(f"{key}: goes on", 0):
+                self._answer = "goes on"
+                request.go_on()
+            elif self._store.add(f"{key}: ends", 0) == len(self.hosts):
+                self._leave(key)
+
+    def _leave(self, key: str) -> NoReturn:
+        """End this process once all ranks do: a rank that still worked would miss those that have gone."""
+        self.leaves = True
+        with suppress(RuntimeError, OSError):  # rank 0, which keeps the store, has left
+            left, deadline = self._store.add(f"{key}: left", 1), time.monotonic() + _LEAVE_SECONDS
+            while left < len(self.hosts) and time.monotonic() < deadline:
+                time.sleep(self.period / 20)
+                left = self._store.add(f"{key}: left", 0)
+            if self.rank == 0:
+                time.sleep(self.period / 4)
+        stop_request.leave()
 
     def _ends_by_itself(self) -> bool:
         """Whether it has said how it ends, or handles an error, which may be one that every rank raises.
@@ -218,6 +269,8 @@ def watch(store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: flo
     """Report to the other ranks from now on; see `Watch`. Every rank calls it."""
     global _watch
     _watch = Watch(store, rank=rank, hosts=hosts, minutes=minutes, asks=asks)
+    if (request := stop_request.current()) is not None:
+        request.share(_watch.is_first_asked)
 
 
 def stop() -> None:
@@ -276,6 +329,8 @@ def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
 
 def _explain_and_end(watch: Watch, error: Exception, text: str = "") -> NoReturn:
     """For the main thread, or for another if that does not get here. ``text`` is written in place of a traceback."""
+    if watch.leaves:  # its thread is about to end this process
+        time.sleep(_LEAVE_SECONDS)
     _ending.acquire()  # and never released
     text = text or "".join(traceback.format_exception(error))
     if not write_traceback(text):

@@ -28,7 +28,7 @@ import tomli
 import torch
 
 import fsdp2kit
-from fsdp2kit import distributed, status, tracebacks
+from fsdp2kit import distributed, status, stop, tracebacks
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import heard_by, say
@@ -40,6 +40,7 @@ from fsdp2kit.hosts import check_hosts
 from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.redaction import cleaned, without_secrets
+from fsdp2kit.stop import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +130,18 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
 @contextlib.contextmanager
 def _recording(events: Events) -> Iterator[None]:
     """Record the block's warnings, and the error that ends it."""
+
+    def end_stopped() -> None:
+        request = stop.current()
+        events.record("stop", reason=request.reason if request else None)
+        events.record("end", outcome="stopped")
+
     try:
-        with heard_by(events.hear):
+        with heard_by(events.hear), stop.last_word(end_stopped):
             yield
+    except Stopped:
+        end_stopped()
+        raise
     except (Exception, KeyboardInterrupt) as error:
         is_lost, name = distributed.is_lost_rank(error), type(error).__name__
         text = str(error) if isinstance(error, (UserError, RunFailure)) else f"{name}: {error}".removesuffix(": ")

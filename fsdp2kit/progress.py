@@ -36,6 +36,8 @@ class Progress:
     """Evaluations since then."""
     nonfinite_steps: int = 0
     """How many of the last steps in a row were skipped, because loss or gradient was not finite."""
+    unevaluated: dict[str, Any] | None = None
+    """The record of the last step, whose evaluation was left by a request to stop: it is logged once that is done."""
 
     def after_step(self, tokens: int, input_tokens: int, *, is_finite: bool = True) -> Progress:
         """The progress when one more global batch, of so many tokens, is done."""
@@ -82,5 +84,10 @@ class Progress:
         )
 
     def is_over(self, total_steps: int, *, patience: int | None) -> bool:
-        """Whether all steps are done, or the last ``patience`` evaluations (None: any number) did not improve."""
+        """Whether all is done: all steps, or the last ``patience`` evaluations (None: any number) did not improve.
+
+        A step whose evaluation was left is not done.
+        """
+        if self.unevaluated is not None:
+            return False
         return self.step >= total_steps or (patience is not None and self.stale_evaluations >= patience)

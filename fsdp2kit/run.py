@@ -1,5 +1,6 @@
 """The runner: find the recipe, load its config, start the process group, call ``main(config)``.
 
+fsdp2kit run toml/llama8b_cp2.toml --nproc 8 [section.key=value ...]
 torchrun --nproc-per-node 8 -m fsdp2kit.run toml/llama8b_cp2.toml [section.key=value ...]
 python -m fsdp2kit.run toml/llama8b_cp2.toml --check
 
@@ -8,7 +9,13 @@ From Python the module itself is called: ``fsdp2kit.run(config)`` is `run`, belo
 
 from __future__ import annotations
 
+from fsdp2kit import stop
+
+if __name__ == "__main__":
+    stop.listen_from_the_start()  # it takes seconds to import torch
+
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
@@ -34,6 +41,7 @@ from fsdp2kit.errors import KnownFailure, UserError, nearest
 from fsdp2kit.files import bundled_folder as bundled_folder
 from fsdp2kit.files import load_json, read_regular
 from fsdp2kit.profile_request import noting_sigusr2
+from fsdp2kit.stop import Stopped
 from fsdp2kit.tracebacks import write_traceback
 
 
@@ -70,8 +78,8 @@ def run(config: TrainingConfig) -> Finished:
     """Train as a config says, in this process; what ``python -m fsdp2kit.run`` does. Every rank calls it.
 
     It can be called again, with another ``run.dir``, or with the same one to resume. It ends the process group if it
-    has started it; the group of an earlier `start` stays up. Ctrl-C and SIGTERM stop the run after a step, with a
-    checkpoint, and it returns.
+    has started it; the group of an earlier `start` stays up. Ctrl-C and SIGTERM stop the run with a checkpoint, and it
+    returns; of several ranks that have not made a step yet, they end the processes.
 
     Args:
         config: what `load_config` returned, or an instance of a ``Config`` class beside whose definition there is a
@@ -86,9 +94,10 @@ def run(config: TrainingConfig) -> Finished:
     is_ours = not dist.is_initialized()
     distributed.count_from_now()
     try:
-        with noting_sigusr2():
+        with noting_sigusr2(), stop.running(ends_process=distributed.ranks_from_environment()[1] > 1):
             recipe, config = _recipe_of(config)
-            recipe.main(config)
+            with contextlib.suppress(Stopped):
+                recipe.main(config)
         return _finished(config)
     except UserError:
         raise  # every rank has it
@@ -137,22 +146,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.check:
         return _check(options.toml, options.overrides, options.world_size)
+    if options.nproc > 1:
+        from fsdp2kit.launcher import launch  # ranks need not import it
+
+        return launch(["-m", "fsdp2kit", "run", options.toml, *options.overrides], ranks=options.nproc)
     try:
-        with noting_sigusr2():  # it asks for a profile, also while the model is loaded
+        # SIGUSR2 asks for a profile, also while the model is loaded.
+        with noting_sigusr2(), stop.running(ends_process=True):
             recipe, config, _ = load_and_start(options.toml, options.overrides)
             recipe.main(config)
+            distributed.stop()
+    except Stopped:
+        distributed.stop()
     except UserError as problem:
         distributed.leave(problem)
     except KnownFailure as failure:
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
-        show("interrupted", file=sys.stderr)
+        if distributed.is_main_process():
+            show("interrupted", file=sys.stderr)
+        failures.stop()  # no other rank has lost this one
         return 130
     except Exception as failure:
         if distributed.is_lost_rank(failure):
             failures.end_lost(failure)
         return failures.end_failed(failure)
-    distributed.stop()
     return 0
 
 
@@ -279,9 +297,16 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         metavar="N",
         help="with --check: ranks of the run (default: WORLD_SIZE, else the fewest that [mesh] allows)",
     )
+    parser.add_argument(
+        "--nproc", type=positive, default=1, metavar="N", help="start N ranks on this host (default: this process)"
+    )
     options = parse_with_overrides(parser, arguments)
     if options.world_size and not options.check:
-        parser.error("--world-size is for --check; torchrun --nproc-per-node N starts a run on N ranks")
+        parser.error("--world-size is for --check; --nproc N starts a run on N ranks")
+    if options.nproc > 1 and options.check:
+        parser.error("--nproc starts ranks, and --check needs none; --world-size N checks a run on N ranks")
+    if options.nproc > 1 and "WORLD_SIZE" in os.environ:
+        parser.error("--nproc starts ranks, and torchrun has started this one; leave --nproc out, or torchrun")
     return options
 
 

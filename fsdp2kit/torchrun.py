@@ -23,6 +23,7 @@ import torch.distributed as dist
 import fsdp2kit
 from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.stop import launcher, launcher_is_gone
 
 _ADDRESS = "fsdp2kit/store"
 _CONNECT_SECONDS = 10.0
@@ -32,28 +33,23 @@ _WATCH_SECONDS = 0.5
 _trains = threading.Event()
 
 
-def is_gone() -> bool:
-    """Whether torchrun started this process and has ended since; always False without torchrun."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != fsdp2kit.PARENT
-
-
 def watch() -> None:
-    """End this process with exit code 1 as soon as torchrun `is_gone`, until training begins (`stop_watching`)."""
+    """End this process with exit code 1 as soon as torchrun is gone, until training begins (`stop_watching`)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch, daemon=True, name="fsdp2kit-watch").start()
 
 
 def stop_watching() -> None:
-    """Leave it to the training loop to check `is_gone`: it saves a checkpoint first."""
+    """Leave it to the training loop to check that: it saves a checkpoint first."""
     _trains.set()
 
 
 def _watch() -> None:
     while not _trains.wait(_WATCH_SECONDS):
-        if is_gone():
+        if launcher_is_gone():
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 what = f"process {fsdp2kit.PARENT} has ended before training began"
-                show(f"error: torchrun: {what}; start the run again", file=sys.stderr, flush=True)
+                show(f"error: {launcher()}: {what}; start the run again", file=sys.stderr, flush=True)
             os._exit(1)
 
 

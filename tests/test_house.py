@@ -31,6 +31,8 @@ RANKS = {
     "profile_request": 0,
     "console": 0,
     "status": 0,
+    "stop": 0,
+    "launcher": 0,
     "events": 0,
     "tracebacks": 0,
     "diagnosis": 0,
@@ -71,6 +73,8 @@ TOP_FILES = {
     "profile_request",
     "console",
     "status",
+    "stop",
+    "launcher",
     "events",
     "tracebacks",
     "diagnosis",
@@ -179,7 +183,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
     for path in TOMLS:
         launch = path.read_text(encoding="utf-8").splitlines()[0]
         nodes = re.search(r"--nnodes (\d+)", launch)
-        processes = re.search(r"--nproc-per-node (\d+)", launch)
+        processes = re.search(r"--nproc(?:-per-node)? (\d+)", launch)
         local = int(processes.group(1)) if processes else 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
@@ -200,7 +204,8 @@ def test_every_toml_can_be_tried_for_a_few_steps() -> None:
 def test_every_toml_opens_with_its_command_and_its_schema() -> None:
     for path in TOMLS:
         command, schema, purpose = path.read_text(encoding="utf-8").splitlines()[:3]
-        assert re.match(r"# (torchrun|python) .*-m fsdp2kit\.run toml/" + re.escape(path.name), command), path.name
+        launch = r"# (torchrun .*-m fsdp2kit\.run|fsdp2kit run) toml/"
+        assert re.match(launch + re.escape(path.name), command), path.name
         named = re.match(r"#:schema \./(schema[.\w]*json)$", schema)
         assert named, path.name
         assert (path.parent / named.group(1)).is_file(), path.name

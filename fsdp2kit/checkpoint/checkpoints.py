@@ -54,6 +54,7 @@ from fsdp2kit.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
+from fsdp2kit.stop import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Checkpoints:
         """The checkpoint that was written last."""
         self.exported: Path | None = None
         """The checkpoint that the export was made from."""
+        self.left_an_export = False
+        """Whether the last export was left, because the run is asked to stop."""
         self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
         self._tied = tied_names(model)
         self._exporting: Progress | None = None  # the newest when an export was last due
@@ -366,11 +369,18 @@ class Checkpoints:
     # Export
 
     def export(self, checkpoint: Path, *, check: bool = False, is_over: bool = True) -> None:
-        """`ensure_export` of a checkpoint. What must not be replaced there is a warning until the run is over."""
+        """`ensure_export` of a checkpoint. What must not be replaced there is a warning until the run is over.
+
+        If the run is asked to stop, the export is left, and the former one stays; the next start makes it.
+        """
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
             parts_dir = self.environment.get("carried", {}).get("directory")
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
+        except Stopped:  # on all ranks
+            self.left_an_export = True
+            self._tell(f"left the export of {checkpoint.name}: the run is asked to stop; the next start makes it")
+            return
         except UserError as error:
             if is_over:
                 raise

@@ -21,7 +21,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit import distributed
+from fsdp2kit import distributed, stop
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
 from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
@@ -455,9 +455,14 @@ def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: 
             reader = checked.enter_context(beside_carried(plan.carried, reader))
         forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
         with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
+
+            def advance(count: float) -> None:
+                bar.advance(count)
+                stop.check()
+
             for file, tensors in forms.items():
                 path, blocks = plan.out.staging / file, tensors_of(plan, file, reader)
-                write_safetensors(path, tensors, blocks, advance=bar.advance)
+                write_safetensors(path, tensors, blocks, advance=advance)
 
 
 def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[Iterable[Tensor]]:

@@ -155,10 +155,11 @@ def _typed(kind: type[_T], value: dict[str, Any]) -> _T:
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
     """The progress that a checkpoint was saved at."""
     known = {field.name for field in fields(Progress)}
-    if differing := sorted(known ^ manifest.progress.keys()):
+    saved = {"unevaluated": None, **manifest.progress}  # checkpoints of before 2026-11-28 lack it
+    if differing := sorted(known ^ saved.keys()):
         what = f"records another kind of progress: {', '.join(differing)} is not in both"
         raise UserError(str(checkpoint), what, "use the fsdp2kit that it was written by")
-    return Progress(**manifest.progress)
+    return Progress(**saved)
 
 
 def holds_best(checkpoint: Path, progress: Progress) -> bool:

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
+from fsdp2kit import stop
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
@@ -392,7 +392,7 @@ def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
     global _of_worker
     _of_worker = tokenizer
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches workers, too, and the run needs them
+    stop.be_a_worker()
 
 
 def _leave_with(parent: int) -> None:

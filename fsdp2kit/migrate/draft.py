@@ -135,13 +135,14 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def _command(self) -> str:
-        run = " ".join(["-m fsdp2kit.run", self.path, *self.needs])
+        words = " ".join([self.path, *self.needs])
         if self.world_size == 1:
-            return f"python {run}"
-        local = f"--nproc-per-node {self.world_size // self.nodes}"
+            return f"fsdp2kit run {words}"
+        local = self.world_size // self.nodes
         if self.nodes == 1:
-            return f"torchrun {local} {run}"
-        return f"torchrun --nnodes {self.nodes} {local} --rdzv-backend c10d --rdzv-endpoint {self.endpoint} {run}"
+            return f"fsdp2kit run {self.path} --nproc {local}" + "".join(f" {need}" for need in self.needs)
+        launch = f"torchrun --nnodes {self.nodes} --nproc-per-node {local}"
+        return f"{launch} --rdzv-backend c10d --rdzv-endpoint {self.endpoint} -m fsdp2kit.run {words}"
 
     def relative(self, path: str) -> str:
         """A path that exists in the working directory, relative to the TOML; other paths and hub ids as they are."""

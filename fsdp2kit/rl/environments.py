@@ -6,21 +6,26 @@ import itertools
 import json
 import pickle
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.reward_worker import shortened
 from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 
+_LOOK_SECONDS = 0.25
+
 
 class Environments:
     """The environments of this rank's conversations, by a number for each; a context manager, which ends the process.
 
-    `reset` and `step` wait for the user's code. They may be called from several threads, and then run at once.
+    `reset` and `step` wait for the user's code, and raise `Stopped` if the run is asked to stop meanwhile. They may be
+    called from several threads, and then run at once.
 
     Raises:
         UserError: the class cannot be imported, or lacks a method.
@@ -35,7 +40,7 @@ class Environments:
         self._process = UserProcess(["-m", "fsdp2kit.rl.environment_worker"], section.environment)
         self._connection = self._process.connection
         try:
-            is_good, text = self._connection.recv() if self._connection.poll(IMPORT_SECONDS) else (False, "hangs")
+            is_good, text = self._connection.recv() if self._process.has_answer(IMPORT_SECONDS) else (False, "hangs")
         except (EOFError, OSError):
             is_good, text = False, f"its process ended with exit code {self._process.exit_code()}"
         if not is_good:
@@ -88,9 +93,14 @@ class Environments:
             else:
                 self._waiting[call] = answer
                 self._requests.put(request)
-        try:
-            is_good, value = answer.result(self._seconds)
-        except TimeoutError:
+        deadline = time.monotonic() + self._seconds
+        while not wait([answer], timeout=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+            stop.check()
+            if time.monotonic() >= deadline:
+                break
+        if answer.done():
+            is_good, value = answer.result()
+        else:
             is_good, value = False, f"did not answer within {self._seconds:g} s"
             with self._lock:
                 self._cause = self._cause or f"its process was ended, because {kind} {value}"

@@ -33,6 +33,7 @@ from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.rl.weight_sync import sync_weights
+from fsdp2kit.stop import Stopped
 from fsdp2kit.train.metrics import Metrics
 
 
@@ -134,6 +135,9 @@ class Generation:
 
         Args:
             version: the weights' version: the number of steps done.
+
+        Raises:
+            Stopped: on all ranks, if any is asked to stop.
         """
         self.sync(version)
         with self._asleep() if self._config.rollout.sleep else nullcontext(), self._phase("generate"), agreement():
@@ -158,7 +162,10 @@ class Generation:
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
-        """Keep training state on the host inside; at the end the engine frees its memory. Collective."""
+        """Keep training state on the host inside; at the end, also after `Stopped`, the engine frees its memory.
+
+        Collective.
+        """
 
         def wake_up_all() -> None:
             for model, _ in self._sleepers:
@@ -167,10 +174,14 @@ class Generation:
         with self._phase("sleep"), agreement():
             for model, optimizer in self._sleepers:
                 sleep(model, optimizer)
+        left: Stopped | None = None
         try:
             with agreement():  # once all ranks' devices are free: a server may use several
                 self.engine.wake("cache")
-            yield
+            try:
+                yield
+            except Stopped as request:  # on all ranks
+                left = request
             with agreement():  # once no rank generates any more
                 self.engine.sleep()
         except BaseException:
@@ -179,6 +190,8 @@ class Generation:
             raise
         with self._phase("wake_up"), agreement():
             wake_up_all()
+        if left is not None:
+            raise left
 
 
 def my_part(items: Sequence[Any]) -> Sequence[Any]:

@@ -90,9 +90,9 @@ class _Worker:
             self._connection.send(request)
 
     def receive(self, seconds: float) -> Any:
-        """The next message; a UserError if it is an error, or if none comes in time."""
+        """The next message; a UserError if it is an error, or if none comes in time. `Stopped` as of `has_answer`."""
         with self._lost_is_an_error():
-            if not self._connection.poll(seconds):
+            if not self._process.has_answer(seconds):
                 self.end()
                 todo = "mend it, or give it more time: reward.timeout_seconds"
                 raise self._fault(f"did not answer within {seconds:g} s", todo)

@@ -5,6 +5,7 @@ Each rank asks for whole groups and scores them, without a collective, so that n
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,14 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from fsdp2kit.data.tokens import Prompt
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.rl.conversations import Question
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.generation import Phases, from_all_ranks, my_part
 from fsdp2kit.rl.packing import Rollout
 from fsdp2kit.rl.rounds import Round
+from fsdp2kit.stop import Stopped
 
 
 @dataclass
@@ -114,11 +117,18 @@ class RoundsAhead:
     def all_rounds(self, prompts: Callable[[int], Sequence[int]]) -> list[Round]:
         """Wait for all rounds under way; on every rank, and still under way. Collective.
 
+        A round that any rank has left, because the run is asked to stop, is not among them, nor are those after it.
+
         Args:
             prompts: the indices of the prompts of a round, by its number.
         """
-        self.wait()
-        return [self._whole(asked, prompts(number)) for number, asked in sorted(self._rounds.items())]
+        if not self._rounds:
+            return []
+        rounds = sorted(self._rounds.items())
+        with self._phase("wait"), agreement():
+            made = sum(1 for _ in itertools.takewhile(_is_made, (asked for _, asked in rounds)))
+        made = int(reduce_numbers([float(made)], dist.ReduceOp.MIN)[0])
+        return [self._whole(asked, prompts(number)) for number, asked in rounds[:made]]
 
     def _whole(self, asked: _Asked, prompts: Sequence[int]) -> Round:
         """A round that is done, with the responses and rewards of all ranks. Collective."""
@@ -146,7 +156,7 @@ class RoundsAhead:
                 found = work()
                 asked.seconds[name] = time.perf_counter() - start
                 future.set_result(found)
-            except Exception as error:
+            except (Exception, Stopped) as error:
                 future.set_exception(error)
 
         def work() -> None:
@@ -155,6 +165,15 @@ class RoundsAhead:
             fill("reward", asked.rewards, earlier[1], lambda: self._score(prompts, asked.responses.result()))
 
         threading.Thread(target=work, daemon=True).start()  # a pool's thread would keep the process from ending
+
+
+def _is_made(asked: _Asked) -> bool:
+    """Wait for a round; False if it was left."""
+    try:
+        asked.rewards.result()
+    except Stopped:
+        return False
+    return True
 
 
 def my_groups(items: Sequence[Any], n: int) -> list[Any]:

@@ -7,17 +7,21 @@ response counts only if the server had this label before and after it.
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 
+from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.redaction import without_secrets
 from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
+from fsdp2kit.stop import Stopped
 
 _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
@@ -68,6 +72,8 @@ class Server(VersionedWeights):
         self._shown = without_secrets(self._url)
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         self._patience = _USUAL * timeout
+        self._sockets, self._lock = set[socket.socket](), threading.Lock()
+        stop.when_asked(self._break_off)
         try:
             self._client = self._connect(self._patience, retries=_RETRIES)
             self._host, self._verifies = self._client.base_url.host, weight_sync.verify
@@ -225,6 +231,29 @@ class Server(VersionedWeights):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunFailure(f"{self}: gave an answer of another form ({error!r})") from error
 
+    def _no_answer(self, error: httpx.HTTPError, path: str, patience: float | None) -> RunFailure:
+        if isinstance(error, httpx.ConnectError):
+            return RunFailure(f"{self}: does not answer ({error})")
+        if isinstance(error, httpx.TimeoutException):
+            return RunFailure(f"{self}: {path} took more than {patience:g} seconds")
+        return RunFailure(f"{self}: broke off in {path} ({error})")
+
+    def _note_socket(self, event: str, info: dict[str, Any]) -> None:
+        """Called by httpx with what a request goes through; keep its socket, for `_break_off`."""
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                self._sockets = {one for one in self._sockets if one.fileno() >= 0}  # others are closed
+                self._sockets.add(info["return_value"].get_extra_info("socket"))
+            if stop.requested():
+                self._break_off()
+
+    def _break_off(self) -> None:
+        """End the requests that take long, from another thread: shut their sockets down."""
+        with self._lock:
+            for one in self._sockets:
+                with suppress(OSError):  # closed by now
+                    one.shutdown(socket.SHUT_RDWR)
+
     def _post(self, route: str, *, optional: bool = False, is_long: bool = False, **body: Any) -> Any:
         return self._ask("POST", f"/{route}", optional=optional, is_long=is_long, json=body)
 
@@ -237,17 +266,19 @@ class Server(VersionedWeights):
 
         Raises:
             RunFailure: there is no answer in time, or it is an error.
+            Stopped: it is long, and the run is asked to stop. The server notices that nobody waits for it.
         """
+        if is_long:
+            stop.check()
+            options["extensions"] = {"trace": self._note_socket}
         patience = _LONG * self._timeout if is_long else self._client.timeout.read
         limits = httpx.Timeout(patience, connect=self._client.timeout.connect)
         try:
             answer = self._client.request(method, path, timeout=limits, **options)
-        except httpx.ConnectError as error:
-            raise RunFailure(f"{self}: does not answer ({error})") from None
-        except httpx.TimeoutException:
-            raise RunFailure(f"{self}: {path} took more than {patience:g} seconds") from None
         except httpx.HTTPError as error:
-            raise RunFailure(f"{self}: broke off in {path} ({error})") from None
+            if is_long and stop.requested():
+                raise Stopped(f"{self}: {path}") from error
+            raise self._no_answer(error, path, patience) from None
         if answer.status_code == 404 and optional:
             return None
         if answer.is_error:

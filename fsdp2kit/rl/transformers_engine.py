@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
+from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part
 from fsdp2kit.errors import RunFailure
@@ -22,6 +23,7 @@ from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
+from fsdp2kit.stop import Stopped
 
 
 class TransformersEngine(Engine):
@@ -171,6 +173,8 @@ class TransformersEngine(Engine):
 class _Sampler(LogitsProcessor):
     """Chooses each row's next token by the row's own random numbers, and masks all others.
 
+    It raises `Stopped` where the run is asked to stop, on all ranks of a group at the same token.
+
     Args:
         uniform: float64 ``[B, N]`` in [0, 1): one number a token.
         rooms: most tokens of each row, N at most.
@@ -205,8 +209,13 @@ class _Sampler(LogitsProcessor):
         reached = log_probs.double().exp().cumsum(dim=-1)
         wanted = self._uniform[self._rows, self.steps, None] * reached[:, -1:]
         tokens = torch.searchsorted(reached, wanted, right=True).clamp(max=scores.shape[1] - 1)
+        asked_to_stop = stop.requested()
         if self._group is not None:  # rounding differs among ranks, and texts would then differ, too
-            dist.broadcast(tokens, group_src=0, group=self._group)
+            sent = torch.cat([tokens, tokens.new_tensor([[asked_to_stop]])])  # they leave at the same token
+            dist.broadcast(sent, group_src=0, group=self._group)
+            tokens, asked_to_stop = sent[:-1], bool(sent[-1])
+        if asked_to_stop:
+            raise Stopped("rollouts")
         self.tokens[self._rows, self.steps] = tokens.squeeze(1)
         self.log_probs[self._rows, self.steps] = log_probs.gather(1, tokens).squeeze(1)
         self.steps += 1

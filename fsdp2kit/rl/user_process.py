@@ -10,12 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from fsdp2kit import stop
+
 IMPORT_SECONDS = 120.0
 """How long the user's modules may take to be imported."""
+_LOOK_SECONDS = 0.25
 
 
 class UserProcess:
@@ -36,6 +40,19 @@ class UserProcess:
         # A session of its own keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
         self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
+
+    def has_answer(self, seconds: float) -> bool:
+        """Wait for a message; whether one came in time.
+
+        Raises:
+            Stopped: the run is asked to stop, and none has come.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.connection.poll(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            stop.check()
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def exit_code(self, seconds: float = 10.0) -> int | None:
         """Wait for its end; None if it does not end in time."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2kit import stop
 from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, merged_weight
@@ -25,6 +26,7 @@ from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
+from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, local_slices
 
 
@@ -35,7 +37,7 @@ def sync_weights(
 
     It sends parameters and persistent buffers, a tied one once, with adapters merged. Frozen ones go only to an engine
     without a version (at the first sync, and after one that failed). If this rank's engine raises, so does this, after
-    all ranks have finished; the other ranks raise a `RunFailure`.
+    all ranks have finished; the other ranks raise a `RunFailure`. If any rank is asked to stop, all raise `Stopped`.
 
     Args:
         model: as `parallelize_model` made it; units that a forward left gathered are freed.
@@ -54,7 +56,7 @@ def sync_weights(
         groups = [group for group in _plan(model, dtype) if everything or group.changes]
         shards = _Shards.of([tensor for one in _weights_of(groups) for tensor in (one.tensor, *one.adapter)])
         engine.begin_update(version)
-    problem: Exception | None = None
+    problem: BaseException | None = None
     loaded = 0
 
     def load(bucket: Bucket) -> None:
@@ -62,8 +64,9 @@ def sync_weights(
         loaded += sum(entry.nbytes for entry in bucket.entries)
         if problem is None:  # after an error the others still need this rank's shards
             try:
+                stop.check()
                 engine.load_weights(bucket)
-            except Exception as error:
+            except (Exception, Stopped) as error:
                 problem = error
 
     with torch.no_grad():

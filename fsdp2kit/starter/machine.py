@@ -48,10 +48,11 @@ def launch_command(toml: str, world_size: int) -> str:
     nodes, local = nodes_of(world_size)
     name = shlex.quote(toml)
     if world_size == 1:
-        return f"python -m fsdp2kit.run {name}"
-    meeting = f"--nnodes {nodes} " if nodes > 1 else ""
-    place = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    return f"torchrun {meeting}--nproc-per-node {local} {place}-m fsdp2kit.run {name}"
+        return f"fsdp2kit run {name}"
+    if nodes == 1:
+        return f"fsdp2kit run {name} --nproc {local}"
+    place = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {local} {place} -m fsdp2kit.run {name}"
 
 
 def bfloat16_speedup() -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit import status
+from fsdp2kit import status, stop
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
 from fsdp2kit.data.loader import Batch
@@ -26,6 +27,7 @@ from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.stop import Stopped
 from fsdp2kit.train.step import HeldOut, Measured, Objective, next_batch
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
@@ -89,23 +91,27 @@ class Evaluation:
             ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
             ``eval_perplexity/NAME`` of each named set. With an objective, its loss and, in place of the perplexity,
             its metrics ``eval_METRIC`` and ``eval_METRIC/NAME``, as means over its items.
+
+        Raises:
+            Stopped: before a batch, on all ranks, if any was asked to stop.
         """
-        self.model.eval()
         record: dict[str, float] = {}
         sums, items = [0.0], 0
-        for name, batches in self.held_out.items():
-            of_set, count = self._sum_of_set(batches)
-            sums = [one + other for one, other in zip_longest(sums, of_set, fillvalue=0.0)]
-            items += count
-            if name:
-                record |= self._figures(of_set, count, f"/{name}")
-        # Units that keep their parameters for backward stay gathered here, and a checkpoint would not see the shards.
-        reshard_all(self.model)
-        self.model.train()
+        with _in_eval_mode(self.model):
+            for name, batches in self.held_out.items():
+                of_set, count = self._sum_of_set(batches)
+                sums = [one + other for one, other in zip_longest(sums, of_set, fillvalue=0.0)]
+                items += count
+                if name:
+                    record |= self._figures(of_set, count, f"/{name}")
         return {**self._figures(sums, items, ""), **record}
 
     def answers(self) -> list[dict[str, Any]]:
-        """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``; a prompt is as it was given. Collective."""
+        """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``; a prompt is as it was given. Collective.
+
+        Raises:
+            Stopped: before a token, on all ranks, if any was asked to stop.
+        """
         found = []
         for prompt, ids in self.prompts:
             stops, length = special_ids(self.tokenizer), self.section.max_new_tokens
@@ -122,7 +128,9 @@ class Evaluation:
         items = 0
         steps = batches.steps_per_epoch
         for index in range(min(steps, self.section.steps or steps)):
-            batch = next_batch(batches, index, mesh=self.mesh)
+            batch = next_batch(batches, index, mesh=self.mesh, stop=stop.requested())
+            if batch.stop:
+                raise Stopped("an evaluation")
             status.enter("forward")
             items += batch.supervised_tokens if self.objective is None else batch.num_items
             for micro in batch.micro_batches:
@@ -161,28 +169,48 @@ def generate(
     """Greedy continuation of ``prompt``, without a cache: one forward pass per token. Collective.
 
     Every rank runs the same row, or its part of it with context parallelism; the rank with the last token chooses.
+
+    Raises:
+        Stopped: after a token, on all ranks, if any was asked to stop.
     """
     shard = build_slice_batch(model.config, path=plan.attention, mesh=mesh)
-    model.eval()
     tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_new_tokens:
-        multiple = _BLOCK * mesh.sizes.cp
-        row = torch.zeros((1, -(-len(tokens) // multiple) * multiple), dtype=torch.int64)
-        row[0, : len(tokens)] = torch.tensor(tokens)
-        # The row is one document, so the padding after the tokens does not affect them.
-        batch = Batch(row, torch.full_like(row, IGNORE), torch.arange(row.numel())[None], 0, len(tokens), 0)
-        inputs = {name: value for name, value in shard(batch).items() if name not in ("labels", "index")}
-        logits = model(**inputs, use_cache=False).logits
-        local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
-        last = len(tokens) - 1
-        decides = last in local and mesh.reads_first_share
-        chosen = int(reduce_numbers([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
-        tokens.append(chosen)
-        if chosen in stops:
-            break
+    with _in_eval_mode(model):
+        while len(tokens) < len(prompt) + max_new_tokens:
+            multiple = _BLOCK * mesh.sizes.cp
+            row = torch.zeros((1, -(-len(tokens) // multiple) * multiple), dtype=torch.int64)
+            row[0, : len(tokens)] = torch.tensor(tokens)
+            # The row is one document, so the padding after the tokens does not affect them.
+            batch = Batch(row, torch.full_like(row, IGNORE), torch.arange(row.numel())[None], 0, len(tokens), 0)
+            inputs = {name: value for name, value in shard(batch).items() if name not in ("labels", "index")}
+            logits = model(**inputs, use_cache=False).logits
+            local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
+            last = len(tokens) - 1
+            decides = last in local and mesh.reads_first_share
+            mine = float(logits[0, local.index(last)].argmax()) if decides else 0.0
+            chosen, asked_to_stop = reduce_numbers([mine, float(stop.requested())])
+            if asked_to_stop:
+                raise Stopped("an answer")
+            tokens.append(int(chosen))
+            if tokens[-1] in stops:
+                break
+    return tokens[len(prompt) :]
+
+
+@contextmanager
+def _in_eval_mode(model: Any) -> Iterator[None]:
+    """Evaluate inside; after it, also after `Stopped`, the model can be trained and saved."""
+    model.eval()
+    left: Stopped | None = None
+    try:
+        yield
+    except Stopped as request:
+        left = request
+    # Units that keep their parameters for backward stay gathered here, and a checkpoint would not see the shards.
     reshard_all(model)
     model.train()
-    return tokens[len(prompt) :]
+    if left is not None:
+        raise left
 
 
 def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str = "eval.prompts") -> list[int]:

@@ -20,12 +20,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit import status
+from fsdp2kit import status, stop, torchrun
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
-from fsdp2kit.distributed import gather_objects, seconds_alive
+from fsdp2kit.distributed import gather_objects, is_lost_rank, seconds_alive
 from fsdp2kit.errors import NonFiniteFailure
+from fsdp2kit.failures import outlive_torchrun
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
@@ -33,6 +34,7 @@ from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.estimate import MemoryPlan
 from fsdp2kit.profile_request import FILE, ProfileRequest, noting_sigusr2
 from fsdp2kit.progress import Progress
+from fsdp2kit.stop import Stopped, StopRequest
 from fsdp2kit.torch_compat import compiled_graphs
 from fsdp2kit.train.balance import Balance, NoBalance, build_balance
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
@@ -51,7 +53,6 @@ from fsdp2kit.train.step import (
     raise_nonfinite,
     step_record,
 )
-from fsdp2kit.train.stop import StopRequest
 
 
 class Evaluates(Protocol):
@@ -67,6 +68,8 @@ class Evaluates(Protocol):
 
 class NoCheckpoints:
     """Saves nothing: for benchmarks and comparisons. It has what the loop calls of `Checkpoints`."""
+
+    left_an_export = False
 
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: Any) -> None: ...
@@ -93,7 +96,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     """Where the run stands, at first where it starts; `train` moves it on."""
     checkpoints: Checkpoints | NoCheckpoints | None = None
-    """None: nothing is saved, and Ctrl-C, SIGTERM and SIGUSR1 do not wait for the end of a step."""
+    """None: nothing is saved, and signals do not wait for the end of a step."""
     total_steps: int | None = None
     """Steps of the whole run. None: `train.steps`; under `train.epochs` only the data tell."""
     memory: MemoryPlan | None = None
@@ -131,11 +134,11 @@ def train(
     loop, measured = _Loop(run, batches, evaluate), Measured(balance.objective(objective), reserved=RECORD_KEYS)
     shard = balance.shard(build_slice_batch(model.config, path=run.plan.attention, mesh=mesh))
     explained = explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank)
-    with loop.checkpoints, loop.profiler, balance, explained:
+    stopping = StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None)
+    with loop.checkpoints, loop.profiler, balance, explained, saving_when_torchrun_ends(), stopping as asked:
         loop.begin()
-        stopping = StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None)
-        with stopping as stop, loop.profile_request() as request:
-            while not loop.is_over and (batch := loop.next_batch(stop, request)):
+        with loop.profile_request() as request:
+            while not loop.is_over and (batch := loop.next_batch(asked, request)):
                 torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(run.plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
@@ -145,11 +148,11 @@ def train(
                 metrics.shown = measured.shown
                 loop.finish_step(batch, record)
                 loop.step_profiler(batch, request)
-            loop.end()
+            loop.end(asked)
     if mesh.rank == 0:
         for line in loop.describe_end():
             metrics.message(line)
-    outcome = "done" if loop.is_over else "stopped"
+    outcome = "done" if loop.is_done else "stopped"
     metrics.events.record("end", step=run.progress.step, outcome=outcome, seconds=round(seconds_alive(), 1))
     return run.progress
 
@@ -181,6 +184,7 @@ def train_step(
     norm = clip_gradients(model, max_norm=section.max_grad_norm)
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
     record = step_record(local_loss, norm, lr, batch, names=objective.names, mesh=run.mesh)
+    stop.begin_to_change()
     if is_finite(record):
         if run.checkpoints is not None:
             run.checkpoints.wait_until_staged()  # a save may still be copying what the step changes
@@ -225,6 +229,11 @@ class _Loop:
     def is_over(self) -> bool:
         return self.run.progress.is_over(self.total, patience=self.config.eval.patience)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the run is over, and exported."""
+        return self.is_over and not self.checkpoints.left_an_export
+
     @contextlib.contextmanager
     def profile_request(self) -> Iterator[ProfileRequest]:
         """Whether a profile is asked for; rank 0 looks for the file."""
@@ -248,6 +257,8 @@ class _Loop:
         if self.run.memory is not None and (planned := self.run.memory.planned()):
             self.metrics.events.record("plan", gib=planned)
         self._compare_best()
+        if (record := self.run.progress.unevaluated) is not None:
+            self._finish_record(record)
         self.checkpoints.export_resumed(self.run.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
             self._log({"step": self.run.progress.step}, evaluates=True)
@@ -270,8 +281,20 @@ class _Loop:
             why = f"{', '.join(differing)} changed since step {forgotten} was the best"
             self.metrics.message(f"evaluations are compared anew from step {self.run.progress.step} on: {why}")
 
-    def next_batch(self, stop: StopRequest, request: ProfileRequest) -> GlobalBatch | None:
+    def _finish_record(self, record: dict[str, Any]) -> None:
+        """Log the step whose evaluation was left in the start before, with that evaluation. Collective."""
+        self.run.progress = replace(self.run.progress, unevaluated=None)
+        self._log(record, evaluates=True)
+        is_best = self.config.eval.keeps_best and self.run.progress.best_step == self.run.progress.step
+        if self.is_over or is_best:
+            stop.begin_to_change()
+            self._save()
+
+    def next_batch(self, asked: StopRequest, request: ProfileRequest) -> GlobalBatch | None:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
+        if self.run.progress.unevaluated is not None:  # all ranks have left that evaluation
+            self._note_stop(asked)
+            return None
         mesh, seconds, failed = self.run.mesh, self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
         # Rank 0's clock decides for all.
         status.begin("", step=self.run.progress.step + 1)
@@ -281,7 +304,7 @@ class _Loop:
             self.batches,
             self.run.progress.step,
             mesh=mesh,
-            stop=stop.requested,
+            stop=asked.requested,
             save_failed=failed,
             save_due=due,
             profile=self.window is not None and request.is_asked,
@@ -292,10 +315,16 @@ class _Loop:
             if batch.save_due and self.saved_at != self.run.progress.step:
                 self._save()
             return batch
-        where = stop.reason or "on another rank"
+        self._note_stop(asked)
+        return None
+
+    def _note_stop(self, asked: StopRequest) -> None:
+        """Say who was asked, and how. Collective."""
+        reasons = gather_objects(asked.reason)
+        others = [f"{reason} on rank {rank}" for rank, reason in enumerate(reasons) if reason is not None]
+        where = asked.reason or next(iter(others), "by the recipe")
         self.metrics.message(f"asked to stop ({where}) after step {self.run.progress.step}")
         self.metrics.events.record("stop", step=self.run.progress.step, reason=where)
-        return None
 
     def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
         """Count a step; log, evaluate and save where that is due. Collective."""
@@ -332,8 +361,9 @@ class _Loop:
         if is_best or is_due(config.checkpoint.every, step):
             self._save()
 
-    def end(self) -> None:
+    def end(self, asked: StopRequest) -> None:
         """Report and save after the last step."""
+        asked.lift_time_limit()
         if self.is_over and self.first < self.run.progress.step < self.total:
             best, what = self.run.progress.best_step, "eval_loss was never finite"
             if best is not None:
@@ -342,12 +372,15 @@ class _Loop:
             self.metrics.events.record("stop", step=self.run.progress.step, reason=f"early: {what}")
         if self.saved_at != self.run.progress.step:
             self._save()
+        self.checkpoints.finish_save()
+        if self.is_over and not self.is_done:
+            self.metrics.events.record("stop", step=self.run.progress.step, reason=asked.reason)
 
     def describe_end(self) -> list[str]:
         """What was done and where it is, once everything is written; for rank 0."""
         step, tokens = self.run.progress.step, self.run.progress.tokens_total
         goes_on = "goes on" if step else "begins anew"
-        how = "done" if self.is_over else f"stopped, and {goes_on} when it is started again"
+        how = "done" if self.is_done else f"stopped, and {goes_on} when it is started again"
         epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
         seconds = timedelta(seconds=round(seconds_alive()))
         trained = (
@@ -358,7 +391,7 @@ class _Loop:
             *(self.run.memory.compare(phases, device_type=device_type) if self.run.memory else []),
             f"{how}: {trained}, in {seconds}",
             f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}",
-            *self.checkpoints.describe_end(is_over=self.is_over, maximizes=self.maximizes),
+            *self.checkpoints.describe_end(is_over=self.is_done, maximizes=self.maximizes),
         ]
 
     def _epoch(self) -> dict[str, float]:
@@ -371,13 +404,18 @@ class _Loop:
             self.metrics.log(line)
             return
         status.begin("evaluating")
-        line |= self.evaluate()
+        try:
+            figures = self.evaluate()
+        except Stopped:  # a part of an evaluation is none: it is done again, and then the step is logged
+            self.run.progress = replace(self.run.progress, unevaluated=self.metrics.completed(line))
+            return
         if (objective := getattr(self.evaluate, "objective", None)) is not None:
             self.metrics.shown = objective.shown
-        self.metrics.log(line)
-        self.metrics.log_samples(self.run.progress.step, self.evaluate.answers())
+        self.metrics.log({**line, **figures})
         min_delta, by = self.config.eval.min_delta, self.measured_by
-        self.run.progress = self.run.progress.after_evaluation(line["eval_loss"], min_delta=min_delta, by=by)
+        self.run.progress = self.run.progress.after_evaluation(figures["eval_loss"], min_delta=min_delta, by=by)
+        with contextlib.suppress(Stopped):  # samples without some of the answers are not written
+            self.metrics.log_samples(self.run.progress.step, self.evaluate.answers())
         self.metrics.throughput.restart()
 
     def _save(self) -> None:
@@ -387,6 +425,17 @@ class _Loop:
         self.checkpoints.save(position, is_over=self.is_over)
         self.saved_at, self.saved_time = self.run.progress.step, time.monotonic()
         self.metrics.throughput.restart()
+
+
+@contextlib.contextmanager
+def saving_when_torchrun_ends() -> Iterator[None]:
+    """Inside, ranks whose torchrun has ended save first. After an error they outlive it until they have said why."""
+    torchrun.stop_watching()
+    try:
+        yield
+    except Exception as error:
+        outlive_torchrun(error, is_lost=is_lost_rank(error))
+        raise
 
 
 def is_due(every: int | str, step: int) -> bool:

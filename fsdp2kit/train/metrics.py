@@ -20,6 +20,7 @@ from fsdp2kit.files import load_json, open_own, read_regular, replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
+from fsdp2kit.stop import Stopped
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.trackers import Tracker, start_trackers
 
@@ -66,17 +67,19 @@ def build_metrics(
         if job.is_main:
             console = Console(total_steps)
             path = job.run_dir / "metrics.jsonl"
-            if aside := move_aside(path, resume_step=progress.step):
-                say(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
-            move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
-            if (last := _last_step(path)) + config.train.log_every <= progress.step:
-                say(f"{path} has no steps {last + 1} to {progress.step}; another host may have logged them")
+            # The record of a step that is not evaluated yet is in the checkpoint.
+            logged = progress.step if progress.unevaluated is None else progress.step - 1
+            if aside := move_aside(path, resume_step=logged):
+                say(f"metrics of an earlier attempt after step {logged} are kept in {aside}")
+            move_aside(path.with_name("samples.jsonl"), resume_step=logged)
+            if (last := _last_step(path)) + config.train.log_every <= logged:
+                say(f"{path} has no steps {last + 1} to {logged}; another host may have logged them")
             os.close(open_own(path, os.O_WRONLY))  # refused here, before a tracker begins a run that must be ended
             trackers, wandb_id = start_trackers(config, run_dir=job.run_dir, progress=progress, message=say)
             metrics = Metrics(
                 throughput, console=console, path=path, trackers=trackers, wandb_id=wandb_id, events=job.events
             )
-    job.closing.push(lambda kind, *_: metrics.close(ok=kind is None))
+    job.closing.push(lambda kind, *_: metrics.close(ok=kind in (None, Stopped)))
     return metrics
 
 
@@ -114,10 +117,9 @@ class Metrics:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log one step; ``step`` is required, docs/runs.md has the other keys. The file adds ``time``."""
-        # Tensors and numpy scalars as Python's own numbers.
-        record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
-        added = {key: value for source in self.sources for key, value in source(record).items()}
-        record, shown = {**record, **added}, [key for key in added if "/" not in key]
+        completed = self.completed(record)
+        shown = [key for key in completed if key not in record and "/" not in key]
+        record = completed
         if self._records is not None:
             self._records.append(record)
         if self._path is not None:
@@ -127,6 +129,11 @@ class Metrics:
             self._console.log(record, also=[*shown, *self.shown])
         for tracker in self._trackers:
             tracker.log(record)
+
+    def completed(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A record with what `sources` add, as Python's own numbers. On every rank."""
+        record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
+        return {**record, **{key: value for source in self.sources for key, value in source(record).items()}}
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the model's answers after a step to ``samples.jsonl`` and to trackers, and show them.

@@ -22,6 +22,7 @@ from fsdp2kit.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import float32_norms
 
 _MOST_PACKS = 32  # that are named
@@ -153,6 +154,8 @@ def next_batch(
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 
+    A batch that any rank was asked to `stop` at is not to be used: reading it may have been left.
+
     Args:
         stop: whether this rank was asked to stop.
         save_failed: whether a save failed on this rank.
@@ -167,6 +170,8 @@ def next_batch(
         micro_batches = batches.batch(index)
     except torch.OutOfMemoryError:  # other ranks may be in a collective of their batch
         raise
+    except Stopped:  # in generating, for example
+        stop = True
     except Exception as problem:
         error = problem
     seconds = time.perf_counter() - start
@@ -182,7 +187,7 @@ def next_batch(
     if failed:
         agree(error)
     items, supervised, inputs, pairs, capacity, *by_source = sums
-    if not supervised:
+    if not supervised and not others[0]:
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     named = dict(zip(batches.source_names, by_source, strict=True))
     counted = micro_batches, items, supervised, inputs, pairs, capacity, named

@@ -134,7 +134,7 @@ def test_no_field_is_dropped_and_no_line_is_unexplained(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "start"),
     [
-        ("plain.json", "torchrun --nproc-per-node 8 -m fsdp2kit.run x.toml"),
+        ("plain.json", "fsdp2kit run x.toml --nproc 8"),
         (
             "accelerate_hybrid_offload.yaml",
             "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 192.168.20.1:8080 -m",
@@ -167,7 +167,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         command = [sys.executable, migrate_fsdp1.__file__, str(source), "--model", "HuggingFaceTB/SmolLM2-135M"]
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=True)
     text = (tmp_path / "mine.toml").read_text()
-    assert text.startswith("# torchrun --nproc-per-node 8 -m fsdp2kit.run mine.toml data.path=FILE\n")
+    assert text.startswith("# fsdp2kit run mine.toml --nproc 8 data.path=FILE\n")
     assert tomli.loads(text)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M"
     assert "path" not in tomli.loads(text)["data"]
     assert "to be given, the file does not say it: data.path=FILE" in done.stderr.splitlines()

@@ -36,9 +36,10 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from fsdp2kit.progress import Progress
+from fsdp2kit.stop import StopRequest
 from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
+from fsdp2kit.train.loop import is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.reference import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
@@ -391,8 +392,8 @@ def test_all_ranks_stop_where_one_was_asked_to(pool: WorkerPool, models: Path) -
     results = pool.run(2, _train_until_signalled, models)
     for step, saved, _ in results:
         assert (step, saved) == (2, [2])
-    assert ["on another rank" in text for _, _, text in results] == [True, False]
-    assert "SIGUSR1" in results[1][2]
+    assert ["asked to stop (SIGUSR1 on rank 1) after step 2" in text for _, _, text in results] == [True, False]
+    assert "asked to stop (SIGUSR1) after step 2" in results[1][2]
 
 
 def _train_until_signalled(folder: Path) -> tuple[int, list[int], str]:
