@@ -189,8 +189,9 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("rows.py", "formats.py", "chat.py", "template.py", "day.py", "tokens.py", "tables.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    names = ("rows", "formats", "fields", "chat", "template", "shown", "bounds", "day", "tokens", "tables")
+    for name in names:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 
