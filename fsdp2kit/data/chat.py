@@ -49,7 +49,7 @@ def check_messages(messages: Any, where: str, *, name: str = "messages", mask: A
     found: list[dict[str, Any]] = []
     for position, message in enumerate(messages):
         is_call = isinstance(message, Mapping) and message.get("from", message.get("role")) in CALL_ROLES
-        read = _check_message(message, where, f"{name}[{position}]", called=_names_of_calls(found))
+        read = _check_message(message, where, f"{name}[{position}]", before=found)
         if is_call and found and found[-1]["role"] == "assistant":
             found[-1] = _one_turn(found[-1], read[0], where, f"{name}[{position}]")
         else:
@@ -74,12 +74,6 @@ def _masked(messages: Sequence[Any], mask: Any, where: str, name: str) -> list[A
     return found
 
 
-def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
-    """Names of functions by the ids of their calls."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return {str(call["id"]): call.get("function", call).get("name") for call in calls if "id" in call}
-
-
 def _one_turn(message: Message, call: Message, where: str, name: str) -> Message:
     """A turn of the assistant with the calls of ShareGPT's or ms-swift's turn behind it, which belong to it."""
     if learnt_by(message, where, name) != learnt_by(call, where, name):
@@ -92,7 +86,7 @@ def _one_turn(message: Message, call: Message, where: str, name: str) -> Message
     return {**message, "tool_calls": [*message.get("tool_calls", ()), *call["tool_calls"]]}
 
 
-def _check_message(message: Any, where: str, name: str, *, called: Mapping[str, str]) -> list[dict[str, Any]]:
+def _check_message(message: Any, where: str, name: str, *, before: Sequence[Message]) -> list[dict[str, Any]]:
     if not isinstance(message, Mapping):
         raise UserError(where, f"{name} is {_kind(message)}, not an object", _TODO)
     message = read_fields(message, where, name)
@@ -104,7 +98,7 @@ def _check_message(message: Any, where: str, name: str, *, called: Mapping[str, 
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
-    return unfolded(message, where, name, called) if isinstance(content, list) else [message]
+    return unfolded(message, where, name, before) if isinstance(content, list) else [message]
 
 
 def check_no_media(row: Mapping[str, Any], where: str) -> None:

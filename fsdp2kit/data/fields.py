@@ -31,7 +31,7 @@ ROLES = {
     "observation": "tool",
     "tool_response": "tool",
 }
-_PLAIN = {"role", "content"}  # the fields of most messages
+PLAIN = {"role", "content"}  # the fields of most messages
 CALL_ROLES = ("function_call", "tool_call")  # turns whose whole text is a call in JSON
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -108,6 +108,7 @@ _THOUGHT_PAIRS = [
     ("<seed:think>", "</seed:think>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 ]
+_FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
 
 
 def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
@@ -119,7 +120,7 @@ def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
         UserError: it names the row and the field.
     """
     message = {key: value for key, value in message.items() if value is not None}
-    if message.keys() == _PLAIN and message["role"] not in CALL_ROLES:
+    if message.keys() == PLAIN and message["role"] not in CALL_ROLES:
         return message
     if "from" in message and "role" not in message:
         role = message.pop("from")
@@ -163,12 +164,13 @@ def _read_call_turn(message: Message, where: str, name: str) -> None:
             value = load_json(content, where, name)
         except json.JSONDecodeError:
             value = None
-    calls = value if isinstance(value, list) else [value]
-    if not calls or not all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls):
+    calls: list[Any] = value if isinstance(value, list) else [value]
+    are_calls = [isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls]
+    if not are_calls or not all(are_calls):
         what = f'{name} is a call (role "{message["role"]}"), and its text is no JSON of calls: {shortened(content)}'
         raise UserError(where, what, 'write {"name": "…", "arguments": {…}}, or a list of these')
     message["role"] = "assistant"
-    message["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
+    message["tool_calls"] = [{"type": "function", "function": {**call}} for call in calls]
     if thought:
         message["reasoning_content"] = thought
 
@@ -205,7 +207,7 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
     Raises:
         UserError: it says so in another way than by 0 or 1, or its fields contradict each other.
     """
-    if message.keys() <= _PLAIN:
+    if message.keys() <= PLAIN:
         return None
     said: dict[str, bool] = {}
     for key, value in message.items():
@@ -227,7 +229,7 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
 
 def without_flags(message: Message, source: str) -> Message:
     """The message without what says whether it is learnt, but for names that a template's source holds."""
-    if message.keys() <= _PLAIN:
+    if message.keys() <= PLAIN:
         return message
     names = [key for key in message if (key in FLAGS or key == _OPPOSITE) and not is_named(key, source)]
     return {key: value for key, value in message.items() if key not in names}
@@ -272,6 +274,8 @@ def shortened(value: Any) -> str:
 def thought_in(content: str) -> tuple[str, str] | None:
     """The thought that a content begins with and what follows it; None without one."""
     text = content.lstrip()
+    if text[:1] not in _FIRST and _THOUGHT_PAIRS[0][1] not in text:  # most contents have none
+        return None
     for opening, closing in _THOUGHT_PAIRS:
         before, found, rest = text.partition(closing)
         if found and before.startswith(opening):
@@ -293,14 +297,14 @@ def without_thoughts(content: str) -> list[str]:
     return found
 
 
-def unfolded(message: Message, where: str, name: str, called: Mapping[str, str]) -> list[Message]:
+def unfolded(message: Message, where: str, name: str, before: Sequence[Message]) -> list[Message]:
     """A message whose content is a list of parts, as messages whose contents are texts.
 
     Calls become ``tool_calls``, results messages of the role "tool", thoughts ``reasoning_content``. Parts of other
     types stay, for the template to judge.
 
     Args:
-        called: names of functions by the ids of the calls before this message.
+        before: the messages before this one, whose calls name the functions of its results.
 
     Raises:
         UserError: a part holds media, or stands where it cannot be read; it names the row and the part.
@@ -335,7 +339,7 @@ def unfolded(message: Message, where: str, name: str, called: Mapping[str, str])
             if texts:
                 found.append({**rest, "content": texts})
                 texts = []
-            found.append({**_flags_of(rest), **_result_of(part, called, where, its)})
+            found.append({**_flags_of(rest), **_result_of(part, before, where, its)})
         else:
             texts.append(part)
     if thoughts:
@@ -431,7 +435,7 @@ def _call_of(part: Message, where: str, name: str) -> Message:
     return call if number is None else {"id": number, **call}
 
 
-def _result_of(part: Message, called: Mapping[str, str], where: str, name: str) -> Message:
+def _result_of(part: Message, before: Sequence[Message], where: str, name: str) -> Message:
     """A part that is the result of a call, as a message of the role "tool"."""
     given = [key for key in _RESULT_KEYS if key in part]
     if len(given) > 1:
@@ -445,12 +449,17 @@ def _result_of(part: Message, called: Mapping[str, str], where: str, name: str) 
         "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
     }
     number = next((part[key] for key in _CALL_IDS if key in part), None)
-    function = next((part[key] for key in _CALL_NAMES if key in part), called.get(str(number)))
+    calls = [call for one in before for call in one.get("tool_calls", ()) if call.get("id", part) == number]
+    function = next((one[key] for one in (part, *map(_function, calls)) for key in _CALL_NAMES if key in one), None)
     if number is not None:
         message["tool_call_id"] = number
     if function is not None:
         message["name"] = function
     return message
+
+
+def _function(call: Message) -> Message:
+    return call.get("function", call)
 
 
 def _flags_of(message: Message) -> Message:

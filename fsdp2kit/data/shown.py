@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2kit.data.fields import REASONING, is_text, without_thoughts
+from fsdp2kit.data.fields import PLAIN, REASONING, is_text, without_thoughts
 
 Message = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -74,10 +74,14 @@ def said_in(messages: Sequence[Message], learnt: Sequence[int]) -> list[Said]:
     found = []
     for at, message in enumerate(messages):
         may_hide = message["role"] == "assistant" and at not in learnt
+        content = message.get("content")
+        if isinstance(content, str) and message.keys() == PLAIN:
+            found.append(Said(at, ("content",), content, may_hide))
+            continue
         for key in REASONING if not may_hide else ():
             if isinstance(message.get(key), str) and message["role"] == "assistant":
                 found.append(Said(at, (key,), message[key]))
-        found += [Said(at, path, text, may_hide) for path, text in _texts_of(message.get("content"), ("content",))]
+        found += [Said(at, path, text, may_hide) for path, text in _texts_of(content, ("content",))]
         for number, call in enumerate(message.get("tool_calls", ())):
             path: Path = ("tool_calls", number, "function") if "function" in call else ("tool_calls", number)
             function = call.get("function", call)

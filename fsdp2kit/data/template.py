@@ -8,7 +8,6 @@ rendering.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import json
@@ -25,6 +24,7 @@ from fsdp2kit.data.bounds import Unbounded, bounded, bounds
 from fsdp2kit.data.day import dated
 from fsdp2kit.data.fields import (
     FLAGS,
+    PLAIN,
     REASONING,
     ROLES,
     Message,
@@ -187,12 +187,17 @@ class Template:
         for at in learnt:
             content = messages[at].get("content")
             found = thought_in(content) if isinstance(content, str) else None
-            if found is None or any(messages[at].get(name) for name in REASONING):
+            lacks_field = (*self._kind, "no reasoning", "tool_calls" in messages[at])
+            if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
                 continue
             thought, rest = found
             moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
-            with contextlib.suppress(UserError):
+            try:
                 messages = self._fit_reasoning(moved, at, REASONING[0])
+            except Endless:
+                raise
+            except UserError:
+                self._answers[lacks_field] = True
         return messages
 
     def _hidden(self, messages: list[Message], said: Sequence[Said], *, prompt: bool = False) -> Iterator[Said]:
@@ -247,6 +252,8 @@ class Template:
 
     def _check_fields(self, messages: list[Message], at: int, message: Message) -> None:
         """Refuse a field that holds a text, unless the template reads it."""
+        if message.keys() <= PLAIN:
+            return
         role = message["role"]
         read = (*_FIELDS, *FLAGS, *(REASONING if role == "assistant" else ()))
         for name, value in message.items():
