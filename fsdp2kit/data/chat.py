@@ -76,13 +76,13 @@ def _masked(messages: Sequence[Any], mask: Any, where: str, name: str) -> list[A
 
 def _one_turn(message: Message, call: Message, where: str, name: str) -> Message:
     """A turn of the assistant with the calls of ShareGPT's or ms-swift's turn behind it, which belong to it."""
-    if learnt_by(message, where, name) != learnt_by(call, where, name):
+    marks = [learnt_by(one, where, name) for one in (message, call)]
+    if marks[0] != marks[1] and False in marks:
         what = f"{name} and the turn before it are one turn of the assistant, and are learnt otherwise"
         raise UserError(where, what, "mark both alike")
     if "reasoning_content" in call:
-        raise UserError(
-            where, f"{name} thinks again within a turn of the assistant", "put the thought before the turn"
-        )
+        what = f"{name} thinks again within a turn of the assistant"
+        raise UserError(where, what, "put the thought before the turn")
     return {**message, "tool_calls": [*message.get("tool_calls", ()), *call["tool_calls"]]}
 
 
@@ -301,7 +301,10 @@ def _spans_of_turns(chat: Chat, text: str, spans: Sequence[Span], turns: Sequenc
     for at, message in enumerate(chat.messages):
         if message["role"] == "assistant":
             other = [*chat.messages[:at], chat.saying_other(at), *chat.messages[at + 1 :]]
-            begins.append((same_at_start(text, chat.template.render(other)), at))
+            try:
+                begins.append((same_at_start(text, chat.template.render(other)), at))
+            except UserError:  # a result follows, and its call is gone
+                begins.append((chat.begin_of(at), at))
     found = []
     for span in spans:
         owner = next((at for begin, at in reversed(begins) if begin < span[1]), None)

@@ -218,7 +218,7 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
                 what = f"{name}.{key} is {shortened(value)}, and a turn is learnt wholly or not at all"
                 raise UserError(where, what, "write 0 or 1, or take the field out")
             said[key] = is_set != (key == _OPPOSITE)
-        elif _LIKE_A_FLAG.search(key) and (is_number or isinstance(value, list) or value in _FLAG_VALUES):
+        elif _LIKE_A_FLAG.search(key) and (is_number or isinstance(value, list) or str(value) in _FLAG_VALUES):
             what = f"{name}.{key} is {shortened(value)}, which may say what is learnt, and is not read here"
             raise UserError(where, what, "call it loss_mask (1: the turn is learnt, 0: it is not), or take it out")
     if len(set(said.values())) > 1:

@@ -15,7 +15,7 @@ from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts
 from fsdp2kit.errors import UserError
 from tests.data import templates
-from tests.data.families import TOOL, tokenizer_of
+from tests.data.families import TOOL, talk_for, tokenizer_of
 from tests.data.templates import encode_chat, learnt_text, make_tokenizer
 
 made = cache(make_tokenizer)
@@ -208,6 +208,19 @@ def test_marked_turns_under_generation_markers(name: str, masked: tuple[int, ...
     assert sum(map(found.count, ends)) == 3 - len(masked)
 
 
+@pytest.mark.parametrize("name", ["ours", "gpt_oss", "mistral", "granite", "hermes"])
+def test_a_call_that_is_marked(name: str) -> None:
+    tokenizer = made(OURS) if name == "ours" else tokenizer_of(name, marked=True)
+    talk = talk_for("qwen25")
+    everything = learnt(tokenizer, copy.deepcopy(talk), tools=[TOOL])
+    answer = learnt(tokenizer, copy.deepcopy(talk), tools=[TOOL], train_on="last")
+    talk[2]["weight"] = 0
+    assert learnt(tokenizer, copy.deepcopy(talk), tools=[TOOL]) == answer
+    talk[2]["weight"] = 1
+    talk[4]["weight"] = 0
+    assert learnt(tokenizer, talk, tools=[TOOL]) == everything.removesuffix(answer)
+
+
 def test_a_list_of_marks_for_a_row() -> None:
     talk = marked_talk({}, {})
     tokenizer = made(templates.CHATML)
@@ -335,6 +348,7 @@ HARMLESS = {
     "is_good": True,
     "mood": "calm",
     "usage": {"tokens": 3},
+    "loss_info": {"mean": 2.5},
     "annotations": [{"title": "a title of a page", "url": "https://x"}],
     "refusal": None,
     "prefix": False,
