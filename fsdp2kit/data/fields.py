@@ -287,6 +287,14 @@ def thought_in(content: str) -> tuple[str, str] | None:
     return None
 
 
+def empty_thought(content: str) -> str:
+    """The tags of an empty thought that a content begins with; "" without one."""
+    found = thought_in(content)
+    if found is None or found[0]:
+        return ""
+    return "".join(content[: len(content) - len(found[1])].split())
+
+
 def without_thoughts(content: str) -> list[str]:
     """A content without its thoughts, in the ways in which templates cut them out; empty if it has none."""
     found = []

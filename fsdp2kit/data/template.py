@@ -28,6 +28,7 @@ from fsdp2kit.data.fields import (
     REASONING,
     ROLES,
     Message,
+    empty_thought,
     is_named,
     is_text,
     shortened,
@@ -216,7 +217,10 @@ class Template:
             marks.append(its)
         shown = next(self._texts(probed, prompt=prompt), "")
         for one, its in zip(said, marks, strict=True):
-            if not all(mark in shown for mark in its) and self._is_hidden(messages, one, prompt=prompt):
+            empty = "" if one.may_hide else empty_thought(one.text)
+            if empty and empty not in squeezed(shown):
+                yield one
+            elif not all(mark in shown for mark in its) and self._is_hidden(messages, one, prompt=prompt):
                 yield one
 
     def _is_hidden(self, messages: list[Message], one: Said, *, prompt: bool) -> bool:

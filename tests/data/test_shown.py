@@ -43,7 +43,10 @@ def text_of(template: str, *answers: str | dict[str, Any], train_on: TrainOn = "
 
 
 @pytest.mark.parametrize("template", [CUT, OPENED], ids=["cut", "opened by the prompt"])
-@pytest.mark.parametrize("answer", [THOUGHT, "<think>It is 4.</think>It is 4.", "Add.\n</think>\n\nIt is 4."])
+@pytest.mark.parametrize(
+    "answer",
+    [THOUGHT, "<think>It is 4.</think>It is 4.", "Add.\n</think>\n\nIt is 4.", "<think>\n\n</think>\n\nIt is 4."],
+)
 def test_a_thought_that_is_cut_out_of_the_content_is_refused(template: str, answer: str) -> None:
     with pytest.raises(
         UserError, match=r'^x.jsonl:7: .*leaves out the thought in messages\[1\].content; .*"chatml"'
