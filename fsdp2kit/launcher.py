@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
 from fsdp2kit import stop
+from fsdp2kit.console import show
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NAME = "fsdp2kit run"
@@ -124,5 +125,5 @@ def exit_code_of(codes: dict[int, int], *, interrupted: bool) -> int:
     killed = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
     for rank, number in sorted(killed.items()):
         todo = "see its lines above (dmesg says if memory ran out), and start the run again: it resumes"
-        print(f"error: {_NAME}: rank {rank} was ended by {signal.Signals(number).name}; {todo}", file=sys.stderr)
+        show(f"error: {_NAME}: rank {rank} was ended by {signal.Signals(number).name}; {todo}", file=sys.stderr)
     return 2 if 2 in codes.values() else 1

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp2kit.data.fields import CALL_ROLES, MEDIA, REASONING, learnt_by, no_media, read_fields, unfolded
 from fsdp2kit.data.special import SpecialTokens, StandIns, restored, without_quotes
-from fsdp2kit.data.template import CLOSE, OPEN, REASONING, ROLES, Message, Template, Tokenizer, parsed
+from fsdp2kit.data.template import CLOSE, OPEN, Message, Template, Tokenizer, parsed
 from fsdp2kit.errors import UserError
 
 TrainOn = Literal["assistant", "all", "last"]
@@ -24,10 +24,6 @@ Span = tuple[int, int]  # characters [start, end)
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 
 _SPOKEN = ("tool_calls", *REASONING)  # fields with text of a turn, beside its content
-# In other tools (OpenAI's, axolotl's, mistral's) a 0 or false here takes the turn out of the loss.
-_UNLEARNT = ("weight", "train", "training", "loss", "trainable")
-# What a part of a content may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
-_MEDIA = ("image", "video", "audio")
 _BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
 _OTHER = "\ue002"  # of Unicode's private use: no content begins with it
 _LITERAL = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")  # a text in a template
@@ -39,8 +35,11 @@ _TAIL = 16  # characters by which the end of an answer is recognised
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:
     """The messages as a list of dicts without None values, which pyarrow fills in for missing keys.
 
-    ShareGPT's ``{"from": "human", "value": "…"}`` becomes ``{"role": "user", "content": "…"}``. A message of another
-    form is an error that names the row and the message.
+    What other tools write in another way becomes OpenAI's (`fsdp2kit.data.fields`): ShareGPT's
+    ``{"from": "human", "value": "…"}``, Anthropic's parts of a content. One message may become several.
+
+    Raises:
+        UserError: a message has another form; it names the row and the message.
     """
     if isinstance(messages, Sequence) and not messages:
         raise UserError(where, f"{name} is empty", _TODO)
@@ -48,18 +47,33 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> list
         kinds = "a list" if name == "messages" else "a text or a list of messages"
         todo = _TODO if name == "messages" else "give one of these"
         raise UserError(where, f"{name} is {_kind(messages)}, not {kinds}", todo)
-    return [_check_message(message, where, f"{name}[{position}]") for position, message in enumerate(messages)]
+    found: list[dict[str, Any]] = []
+    for position, message in enumerate(messages):
+        is_call = isinstance(message, Mapping) and message.get("from", message.get("role")) in CALL_ROLES
+        read = _check_message(message, where, f"{name}[{position}]", before=found)
+        if is_call and found and found[-1]["role"] == "assistant":
+            found[-1] = _one_turn(found[-1], read[0], where, f"{name}[{position}]")
+        else:
+            found += read
+    return found
 
 
-def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
+def _one_turn(message: Message, call: Message, where: str, name: str) -> Message:
+    """A turn of the assistant with the calls of ShareGPT's or ms-swift's turn behind it, which belong to it."""
+    marks = [learnt_by(one, where, name) for one in (message, call)]
+    if marks[0] != marks[1] and False in marks:
+        what = f"{name} and the turn before it are one turn of the assistant, and are learnt otherwise"
+        raise UserError(where, what, "mark both alike")
+    if "reasoning_content" in call:
+        what = f"{name} thinks again within a turn of the assistant"
+        raise UserError(where, what, "put the thought before the turn")
+    return {**message, "tool_calls": [*message.get("tool_calls", ()), *call["tool_calls"]]}
+
+
+def _check_message(message: Any, where: str, name: str, *, before: Sequence[Message]) -> list[dict[str, Any]]:
     if not isinstance(message, Mapping):
         raise UserError(where, f"{name} is {_kind(message)}, not an object", _TODO)
-    message = {key: value for key, value in message.items() if value is not None}
-    if "from" in message and "role" not in message:
-        role, content = message.pop("from"), message.pop("value", None)
-        message = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **message}
-        if content is not None:
-            message["content"] = content
+    message = read_fields(message, where, name)
     if not isinstance(message.get("role"), str):
         raise UserError(where, f"{name} has no role", _TODO)
     _check_calls(message, where, name)
@@ -68,41 +82,16 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
-    if isinstance(content, list):
-        _check_parts(content, where, f"{name}.content")
-    for field in _UNLEARNT:
-        if message["role"] == "assistant" and field in message and not message[field]:
-            what = f"{name}.{field} is {json.dumps(message[field])}, which is not read here: the turn would be learnt"
-            todo = 'end rows in a turn to learn and set data.train_on = "last", or take the field out'
-            raise UserError(where, what, todo)
-    if message["role"] == "assistant" and message.get("weight", 1) not in (1, "1", "1.0"):
-        what = f"{name}.weight is {json.dumps(message['weight'])}, and a turn is learnt wholly or not at all"
-        raise UserError(where, what, "take the field out")
-    return message
-
-
-def _check_parts(parts: Sequence[Any], where: str, name: str) -> None:
-    """Refuse images, video and audio: a chat template would write placeholders for them, and train on these."""
-    for number, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            continue
-        kind = str(part.get("type") or "text").removeprefix("input_").removesuffix("_url")
-        if found := next((one for one in _MEDIA if kind == one or part.get(one) or part.get(f"{one}_url")), None):
-            raise _no_media(where, f"{name}[{number}]", found)
-
-
-def _no_media(where: str, name: str, kind: str) -> UserError:
-    """The error of a row that holds an image, a video or audio."""
-    return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
+    return unfolded(message, where, name, before) if isinstance(content, list) else [message]
 
 
 def check_no_media(row: Mapping[str, Any], where: str) -> None:
     """Refuse a row with a column of what its messages show: ``image``, ``images``, ``video``, … A list of nulls is
     empty."""
-    for kind in _MEDIA:
+    for kind in MEDIA:
         for name in (kind, f"{kind}s"):
             if (value := row.get(name)) and (not isinstance(value, list) or any(value)):
-                raise _no_media(where, repr(name), kind)
+                raise no_media(where, repr(name), kind)
 
 
 def _kind(value: Any) -> str:
@@ -111,8 +100,6 @@ def _kind(value: Any) -> str:
 
 def _check_calls(message: Message, where: str, name: str) -> None:
     """Turn a message's tool calls into a list of objects without None, in place; an empty list is removed."""
-    if "function_call" in message:  # OpenAI's former name of tool_calls
-        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     calls = parsed(message.get("tool_calls"), where, f"{name}.tool_calls")
     if not calls:
         message.pop("tool_calls", None)
@@ -130,6 +117,8 @@ def _call_without_none(call: Mapping[str, Any]) -> Message:
     kept = {key: value for key, value in call.items() if value is not None}
     if "function" in kept:
         kept["function"] = {key: value for key, value in kept["function"].items() if value is not None}
+    elif "args" in kept and "arguments" not in kept:  # LangChain's
+        kept["arguments"] = kept.pop("args")
     return kept
 
 
@@ -156,6 +145,10 @@ class Chat:
         where: names the row in errors.
         variables: passed to the template, like ``enable_thinking``.
         learn_from: index of the first message that may be supervised; the messages before it are a prompt.
+        train_on: which of the assistant's turns are learnt; None: none, the messages are a prompt.
+
+    Raises:
+        UserError: the template leaves out a text of the messages, or they allow no turn to be learnt.
     """
 
     def __init__(
@@ -167,16 +160,46 @@ class Chat:
         tools: Any = None,
         variables: Mapping[str, Any],
         learn_from: int = 0,
+        train_on: TrainOn | None = None,
     ) -> None:
         self.where, self.learn_from, self.bos_token = where, learn_from, tokenizer.bos_token
         self.template = Template(tokenizer, tools=tools, variables=variables, where=where)
-        self.messages = self.template.fit(messages)
+        self.marks = [learnt_by(message, where, f"messages[{at}]") for at, message in enumerate(messages)]
+        """What each message says of whether it is learnt; None: nothing."""
+        self.turns = self._turns_of(messages, train_on)
+        """The turns that are learnt, by their indices. All of them are the assistant's."""
+        fitted = self.template.fit([self.template.without_flags(message) for message in messages])
+        self.messages, text = self.template.settle(fitted, self.turns, prompt=train_on is None)
         self.rendered = self.messages
         """The messages as the template gets them: with stand-ins where they quote special tokens (`quoting`)."""
         self.stand_ins: StandIns = {}
+        self._whole = (train_on is None, text)
+
+    def _turns_of(self, messages: Sequence[Message], train_on: TrainOn | None) -> list[int]:
+        if train_on is None:
+            return []
+        for at, (message, mark) in enumerate(zip(messages, self.marks, strict=True)):
+            its = f'messages[{at}] (role "{message["role"]}")'
+            if mark and message["role"] != "assistant" and train_on != "all":
+                what = f"{its} is marked as learnt, and only turns of the assistant are"
+                raise UserError(self.where, what, 'take the mark out, or set data.train_on = "all"')
+            if mark is False and train_on == "all":
+                what = f'{its} is marked as not learnt, and data.train_on = "all" learns every token'
+                raise UserError(self.where, what, 'set data.train_on = "assistant", or take the mark out')
+        found = [at for at, one in enumerate(messages) if one["role"] == "assistant" and at >= self.learn_from]
+        found = found[-1:] if train_on == "last" else found
+        learnt = [at for at in found if self.marks[at] is not False]
+        if found and not learnt:
+            which = "the last turn" if train_on == "last" else "every turn"
+            what = f"{which} of the assistant is marked as not learnt, so the row has nothing to learn"
+            raise UserError(self.where, what, "drop the row, or mark a turn as learnt")
+        return learnt
 
     def text(self, turns: int | None = None, *, prompt: bool = False) -> str:
         """The text of the first ``turns`` messages, by default of all; ``prompt`` appends the generation prompt."""
+        has_prompt, whole = self._whole
+        if turns is None and prompt is has_prompt:
+            return whole
         return self.template.render(self.rendered[:turns], prompt=prompt)
 
     def quoting(self, special: SpecialTokens, *, prompt: bool = False) -> Chat:
@@ -194,8 +217,10 @@ class Chat:
         other = copy.copy(self)
         tools, variables, other.rendered = values
         other.template, other.stand_ins = self.template.with_inputs(tools, variables), stand_ins
-        own, text = self.text(prompt=prompt), other.text(prompt=prompt)
+        own = self.text(prompt=prompt)
+        text = other.template.render(other.rendered, prompt=prompt)
         if restored(text, stand_ins) == own:
+            other._whole = (prompt, text)
             return other
         if [special.at(own, at) for at in special.starts_in(own)] == [
             special.at(text, at) for at in special.starts_in(text)
@@ -209,13 +234,17 @@ class Chat:
 
         Some templates render the messages before it in another way when nothing follows.
         """
-        said = {key: value for key, value in self.rendered[turn].items() if key not in _SPOKEN}
-        said["content"] = [{"type": "text", "text": _OTHER}] if isinstance(said.get("content"), list) else _OTHER
         try:
-            other = self.template.render([*self.rendered[:turn], said])
+            other = self.template.render([*self.rendered[:turn], self.saying_other(turn)])
         except UserError:  # a template that reads the content
             other = self.text(turn)
         return same_at_start(self.text(), other)
+
+    def saying_other(self, turn: int) -> Message:
+        """A message with another text and nothing beside it."""
+        said = {key: value for key, value in self.rendered[turn].items() if key not in _SPOKEN}
+        said["content"] = [{"type": "text", "text": _OTHER}] if isinstance(said.get("content"), list) else _OTHER
+        return said
 
 
 def same_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -232,8 +261,7 @@ def supervised_spans(chat: Chat, special: SpecialTokens, train_on: TrainOn) -> t
     would come next in a longer conversation, or else the EOS.
     """
     text, learn_from = chat.text(), chat.learn_from
-    turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
-    turns = turns[-1:] if train_on == "last" else turns
+    turns = chat.turns
     for turn in turns:
         if not any(str(chat.messages[turn].get(field) or "").strip() for field in ("content", *_SPOKEN)):
             raise _empty_turn(chat, turn)
@@ -249,6 +277,8 @@ def supervised_spans(chat: Chat, special: SpecialTokens, train_on: TrainOn) -> t
         if first:
             begin = chat.begin_of(first)
             spans = [span for span in spans if span[1] > begin]
+        if False in chat.marks:
+            spans = _spans_of_turns(chat, text, spans, turns)
     if len(spans) == len(turns):  # markers may enclose a turn in several pieces, and some may be empty
         for turn, (start, end) in zip(turns, spans, strict=True):
             if text[start:end].strip() in ("", *special.texts):
@@ -322,6 +352,27 @@ def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]
             end += next((len(one) for one in endings if text.startswith(one, end)), 0)
         spans.append((start, end))
     return spans
+
+
+def _spans_of_turns(chat: Chat, text: str, spans: Sequence[Span], turns: Sequence[int]) -> list[Span]:
+    """Those spans that belong to some of the assistant's turns.
+
+    A turn begins where the text changes if the turn says something else.
+    """
+    begins = []
+    for at, message in enumerate(chat.rendered):
+        if message["role"] == "assistant":
+            other = [*chat.rendered[:at], chat.saying_other(at), *chat.rendered[at + 1 :]]
+            try:
+                begins.append((same_at_start(text, chat.template.render(other)), at))
+            except UserError:  # a result follows, and its call is gone
+                begins.append((chat.begin_of(at), at))
+    found = []
+    for span in spans:
+        owner = next((at for begin, at in reversed(begins) if begin < span[1]), None)
+        if owner in turns:
+            found.append(span)
+    return found
 
 
 def _empty_turn(chat: Chat, turn: int) -> UserError:
@@ -453,9 +504,10 @@ def _prefix_span(chat: Chat, whole: str, special: SpecialTokens, turn: int, *, i
         advice = "" if is_last else 'set data.train_on = "last" to learn the last answer of each row, '
         what = (
             f"the chat template renders the assistant's messages[{turn}] differently within the conversation and "
-            "when it is generated (some drop earlier reasoning), so the mask would be wrong"
+            "when it is generated (some drop reasoning, or begin it in the prompt), so the mask would be wrong"
         )
-        todo = "set model.chat_template to a template with {% generation %} markers, or use single-turn rows"
+        todo = "set model.chat_template to a template with {% generation %} markers"
+        todo += ", or use single-turn rows" if turn + 1 < len(chat.messages) else ""
         raise UserError(chat.where, what, advice + todo)
     _refuse_header(chat, turn, added=until[len(prompt) :], prompt=prompt, endings=special.texts)
     return len(prompt), len(until)

@@ -358,7 +358,16 @@ class Columns:
         if not isinstance(variables, Mapping):
             raise UserError(self.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
         tools, where = self.tools(), self.where
-        return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
+        train_on = None if self.section.format == "prompts" else self.section.train_on
+        return Chat(
+            messages,
+            self.tokenizer,
+            where=where,
+            tools=tools,
+            variables=variables,
+            learn_from=learn_from,
+            train_on=train_on,
+        )
 
     def tools(self) -> Any:
         """The schemas of the row's tools, from ``tools`` or its former name ``functions``; None without any."""

@@ -8,13 +8,12 @@ rendering.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,26 +22,28 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.config.section import TEMPLATES
+from fsdp2kit.data.bounds import Unbounded, bounded, bounds
 from fsdp2kit.data.day import dated
+from fsdp2kit.data.fields import (
+    FLAGS,
+    PLAIN,
+    REASONING,
+    ROLES,
+    Message,
+    empty_thought,
+    is_named,
+    is_text,
+    shortened,
+    thought_in,
+    without_flags,
+    without_thoughts,
+)
 from fsdp2kit.data.rows import load_json
+from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
 from fsdp2kit.errors import UserError
 
-Message = dict[str, Any]
-
-# ShareGPT's names of the roles.
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-}
 _STANDARD = ("system", "developer", "user", "assistant", "tool")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
 _TODO = "set model.chat_template to a template that renders it, or take it out of the data"
@@ -53,6 +54,10 @@ _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 # The empty expression keeps Jinja's trim_blocks from removing a newline that opens the template.
 _MACRO = "{% macro fsdp2kit_span() %}{{ '" + OPEN + "' }}{{ caller() }}{{ '" + CLOSE + "' }}{% endmacro %}{{ '' }}"
+
+
+class Endless(UserError):
+    """A template does not come to its end."""
 
 
 class _CallForm(NamedTuple):
@@ -123,16 +128,20 @@ class Template:
             marked: put `OPEN` and `CLOSE` around what ``{% generation %}`` encloses.
         """
         try:
-            texts, _ = render_jinja_template(
-                [messages],
-                tools=self._tools if with_tools else None,
-                chat_template=self._marked if marked else self._source,
-                add_generation_prompt=prompt,
-                **self._context,
-            )
+            with bounds():
+                texts, _ = render_jinja_template(
+                    [messages],
+                    tools=self._tools if with_tools else None,
+                    chat_template=bounded(self._marked if marked else self._source),  # type: ignore (Jinja takes it)
+                    add_generation_prompt=prompt,
+                    **self._context,
+                )
         except TemplateSyntaxError as error:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
+        except Unbounded as error:
+            todo = "set model.chat_template to a template that ends, or drop the row"
+            raise Endless(self._where, f"the chat template does not end ({error})", todo) from None
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which Jinja compiles to
             what = f"the chat template cannot be run ({type(error).__name__}: {error})"
             raise UserError("model.chat_template", what, "nest it less, or choose another template") from None
@@ -145,7 +154,9 @@ class Template:
     def fit(self, messages: list[Message]) -> list[Message]:
         """The messages, changed so that the template renders every field."""
         for at, message in enumerate(messages):
-            self._check_role(at, message["role"])
+            if (role := self._role(at, message["role"])) != message["role"]:
+                messages = _replaced(messages, at, {"role": role})
+            self._check_parts(at, message)
         if any("tool_calls" in message for message in messages):
             messages = self._fit_calls(messages)
         for at, message in enumerate(messages):
@@ -161,7 +172,128 @@ class Template:
                 return text != next(self._texts(messages, with_tools=False), None)
 
             self._choose(("tools",), "the row's tools", [(True, messages)], shows_tools)
+        for at, message in enumerate(messages):
+            self._check_fields(messages, at, message)
         return messages
+
+    def without_flags(self, message: Message) -> Message:
+        """A message without what says whether it is learnt, unless the template reads it."""
+        return without_flags(message, self._source)
+
+    def settle(
+        self, messages: list[Message], learnt: Sequence[int], *, prompt: bool = False
+    ) -> tuple[list[Message], str]:
+        """The messages and their text, which shows each text that they say.
+
+        A thought that the template cuts out of a content is moved to ``reasoning_content`` if it renders that.
+
+        Args:
+            learnt: indices of the turns that are learnt. Thoughts of the others may be left out.
+            prompt: append the generation prompt.
+
+        Raises:
+            UserError: the template leaves out a text.
+        """
+        text = self.render(messages, prompt=prompt)
+        said = said_in(messages, learnt)
+        is_whole = shows_all(text, said)
+        moved = self._thoughts_moved(messages, learnt)
+        if moved is not messages:
+            other = next(self._texts(moved, prompt=prompt, keep_case=True), "")
+            # A template that writes both alike is left to write the content as it stands.
+            if not (is_whole and squeezed(other) == squeezed(text)) and shows_all(other, said_in(moved, learnt)):
+                return moved, other
+        if not is_whole:
+            for one in self._hidden(messages, said, prompt=prompt):
+                raise self._left_out(messages, one)
+        return messages, text
+
+    def _thoughts_moved(self, messages: list[Message], learnt: Sequence[int]) -> list[Message]:
+        """The messages with the thoughts that learnt contents begin with as a field, by the template's name for it."""
+        for at in learnt:
+            content = messages[at].get("content")
+            found = thought_in(content) if isinstance(content, str) else None
+            lacks_field = (*self._kind, "no reasoning", "tool_calls" in messages[at])
+            if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
+                continue
+            thought, rest = found
+            moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
+            try:
+                messages = self._fit_reasoning(moved, at, REASONING[0])
+            except Endless:
+                raise
+            except UserError:
+                self._answers[lacks_field] = True
+        return messages
+
+    def _hidden(self, messages: list[Message], said: Sequence[Said], *, prompt: bool = False) -> Iterator[Said]:
+        """Those of the texts that the template leaves out, found by trials: marks are put into them.
+
+        A text that cannot be tried, since the template refuses what is tried, counts as shown.
+        """
+        probed, marks = messages, []
+        for number, one in enumerate(said):
+            text, its = one.text, []
+            for place, (start, end) in reversed(list(enumerate(one.runs()))):
+                ends = [f"{_PROBE}{number}x{place}{side}" for side in "ab"]
+                text = f"{text[:start]}{ends[0]} {text[start:end]} {ends[1]}{text[end:]}"
+                its += ends
+            probed = one.replaced(probed, text)
+            marks.append(its)
+        shown = next(self._texts(probed, prompt=prompt), "")
+        for one, its in zip(said, marks, strict=True):
+            empty = "" if one.may_hide else empty_thought(one.text)
+            lacks_empty = bool(empty) and empty not in squeezed(shown)
+            may_be_hidden = not all(mark in shown for mark in its)
+            if lacks_empty or (may_be_hidden and self._is_hidden(messages, one, prompt=prompt)):
+                yield one
+
+    def _is_hidden(self, messages: list[Message], one: Said, *, prompt: bool) -> bool:
+        """Whether the template leaves out the beginning or the end of one of a text's pieces."""
+        for start, end in one.runs():
+            piece = one.text[start:end]
+            for marked in (f"{_PROBE} {piece}", f"{piece} {_PROBE}"):
+                probe = one.replaced(messages, one.text[:start] + marked + one.text[end:])
+                if any(_PROBE not in text for text in self._texts(probe, prompt=prompt)):
+                    return True
+        return False
+
+    def _left_out(self, messages: list[Message], one: Said) -> UserError:
+        """The error of a text that the template leaves out."""
+        is_thought = one.path[0] in REASONING or bool(without_thoughts(one.text))
+        what = f"the chat template leaves out {'the thought in ' if is_thought else ''}{one.name}"
+        if not is_thought:
+            return UserError(self._where, f"{what}: {shortened(one.text.strip())}", _TODO)
+        until = messages[: one.at + 1]
+        is_earlier = one.at + 1 < len(messages) and not list(self._hidden(until, [one]))
+        last = 'set data.train_on = "last" to learn the last answer of each row, ' if is_earlier else ""
+        keeps = 'set model.chat_template to a template that keeps all thoughts, such as "chatml"'
+        return UserError(self._where, what, f"{last}{keeps}, or take the thought out of the data")
+
+    def _check_parts(self, at: int, message: Message) -> None:
+        """Refuse parts of a type that the template does not name."""
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") or "unknown"
+            if kind != "text" and not is_named(str(kind), self._source):
+                what = f"messages[{at}].content[{number}] is of type {kind}, which neither this nor the template reads"
+                raise UserError(self._where, what, 'make it a part of type "text", or drop it')
+
+    def _check_fields(self, messages: list[Message], at: int, message: Message) -> None:
+        """Refuse a field that holds a text, unless the template reads it."""
+        if message.keys() <= PLAIN:
+            return
+        role = message["role"]
+        read = (*_FIELDS, *FLAGS, *(REASONING if role == "assistant" else ()))
+        for name, value in message.items():
+            if name in read or not is_text(name, value, role):
+                continue
+
+            def is_read(text: str, name: str = name) -> bool:
+                return text != next(self._texts(_replaced(messages, at, {name: None})), None)
+
+            what = f"messages[{at}].{name}, which is {shortened(value)}"
+            self._choose(("field", role, name), what, [(True, messages)], is_read)
 
     def _choose(
         self,
@@ -198,20 +330,32 @@ class Template:
             raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
         return None
 
-    def _texts(self, *conversations: list[Message], with_tools: bool = True) -> Iterator[str]:
+    def _texts(
+        self, *conversations: list[Message], with_tools: bool = True, prompt: bool = False, keep_case: bool = False
+    ) -> Iterator[str]:
         """The texts of the conversations that the template accepts, in lower case: templates may change the case."""
         for messages in conversations:
-            with contextlib.suppress(UserError):
-                yield self.render(messages, with_tools=with_tools).lower()
+            try:
+                text = self.render(messages, with_tools=with_tools, prompt=prompt)
+            except Endless:  # so would the others be
+                raise
+            except UserError:
+                continue
+            yield text if keep_case else text.lower()
 
-    def _check_role(self, at: int, role: str) -> None:
+    def _role(self, at: int, role: str) -> str:
+        """The role of a message by its usual name."""
         if role in _STANDARD:
-            return
+            return role
         # The template's own role is accepted. Another name of the assistant is not: the turn would not be learnt.
-        is_named = f"'{role}'" in self._source or f'"{role}"' in self._source
-        if is_named and ROLES.get(role) != "assistant":
-            return
+        is_own = _is_quoted(role, self._source) and ROLES.get(role) != "assistant"
+        if role == "function":  # OpenAI's former name of "tool"; templates name it as the type of a tool as well
+            return role if is_own and not _is_quoted("tool", self._source) else "tool"
+        if is_own:
+            return role
         near = ROLES.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), _STANDARD)), None)
+        if near == "tool":
+            return near
         todo = f"did you mean {near!r}?" if near else f"use {', '.join(_STANDARD)}, or a template that names the role"
         raise UserError(self._where, f"messages[{at}] has the unknown role {role!r}", todo)
 
@@ -272,6 +416,10 @@ class Template:
         others = tuple(name for name in ("tool_calls", *REASONING) if message.get(name))
         form = self._choose(("content", message["role"], at == 0, parts, others), what, probes(), is_whole, at=at)
         return _replaced(messages, at, {"content": joined}) if form == "joined" and joined is not None else messages
+
+
+def _is_quoted(role: str, source: str) -> bool:
+    return f"'{role}'" in source or f'"{role}"' in source
 
 
 def _replaced(messages: list[Message], at: int, fields: Mapping[str, Any]) -> list[Message]:

@@ -138,7 +138,7 @@ REFUSED = {
         PLAIN,
         [{"role": "user", "content": [{"type": "document"}, {"type": "text", "text": "What?"}]}, AGAIN[1]],
         None,
-        r'leaves out messages\[0\].content \(role "user"\)',
+        r"messages\[0\].content\[0\] is of type document",
     ),
 }
 

@@ -1,0 +1,491 @@
+"""What a message may hold, by the names that other tools give it: each is read, known to hold no text, or refused.
+
+Read are ShareGPT's roles and keys; calls and results of OpenAI, Anthropic, LangChain and ms-swift, as turns or as
+parts of a content; thoughts; and whether a turn is learnt. A chat template may read what is left, which is judged in
+`fsdp2kit.data.template`: `is_text` says what may not be left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp2kit.data.rows import load_json
+from fsdp2kit.errors import UserError
+
+Message = dict[str, Any]
+
+# Other tools' names of the roles; ShareGPT's in the key "from".
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+PLAIN = {"role", "content"}  # the fields of most messages
+CALL_ROLES = ("function_call", "tool_call")  # turns whose whole text is a call in JSON
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# A 1 or true lets the assistant's turn be learnt, a 0 or false takes it out of the loss. OpenAI and mistral-finetune
+# call this weight, axolotl train or training, ms-swift and xtuner loss or loss_scale, LLaMA-Factory loss_weight,
+# Megatron and verl loss_mask. The field "masked" of torchtune says the opposite.
+FLAGS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",
+    "loss_mask",
+    "loss_weight",
+    "loss_scale",
+    "learn",
+    "supervised",
+)
+_OPPOSITE = "masked"
+_FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+# A field of another name that a tool may take for such a flag.
+_LIKE_A_FLAG = re.compile(r"mask|loss|train|learn|supervis|weight", re.IGNORECASE)
+
+# What a part may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
+MEDIA = ("image", "video", "audio")
+_TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
+_THOUGHTS = ("thinking", "reasoning")
+_THOUGHT_KEYS = ("thinking", "reasoning", "text", "content", "summary")
+_CALLS = ("tool_use", "tool_call", "function_call")
+_RESULTS = ("tool_result", "tool_response", "function_call_output", "function_response")
+_CALL_IDS = ("tool_use_id", "tool_call_id", "call_id", "toolCallId", "id")
+_CALL_NAMES = ("name", "toolName", "tool_name")
+_ARGUMENTS = ("input", "arguments", "args")
+_RESULT_KEYS = ("content", "output", "result")
+
+# Fields that hold no text to learn, whatever their value is: what a row is called, when and by what it was made, what
+# was counted or rated, and notes of a tool on a text that stands elsewhere.
+_HARMLESS = {
+    *("id", "uuid", "message_id", "msg_id", "parent", "parent_id", "conversation_id", "turn_id"),
+    *("user_id", "call_id", "tool_call_id", "index", "idx", "turn", "timestamp", "time", "date"),
+    *("datetime", "created", "created_at", "create_time", "updated_at", "update_time", "tokens"),
+    *("token_count", "num_tokens", "length", "usage", "logprobs", "model", "model_name", "score"),
+    *("scores", "rating", "ratings", "quality", "rank", "reward", "lang", "language", "locale", "source"),
+    *("url", "hash", "object", "type", "content_type", "status", "state", "finish_reason", "stop_reason"),
+    *("stop_sequence", "metadata", "meta", "annotations", "citations", "signature", "cache_control"),
+    *("tags", "labels", "category", "toxicity", "detoxify", "moderation", "openai_moderation"),
+}
+# Short values of these are text all the same: they stand in the prompts of the tools that know them.
+_SPOKEN = {
+    *("recipient", "channel", "text", "thought", "thoughts", "think", "analysis", "rationale", "cot", "plan"),
+    *("scratchpad", "response", "answer", "output", "prompt", "instruction", "question", "query", "completion"),
+    *("message", "body", "translation", "tool_calls", "refusal", "value", *REASONING),
+}
+# What is sent along with a message, whatever it is.
+_ENCLOSED = ("file", "files", "attachment", "attachments", "document", "documents")
+_USUAL = {"channel": ("final",), "recipient": ("all", "assistant", "user")}
+_LETTERS = re.compile(r"[^\W\d_]")
+_LONGEST_WORD = 64
+
+# What stands around a thought in a content.
+_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "analysis", "scratchpad", "reflection")
+_THOUGHT_PAIRS = [
+    *((f"<{tag}>", f"</{tag}>") for tag in _TAGS),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+]
+_FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
+
+
+def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
+    """A message with what other tools call by other names under OpenAI's: role, content, tool_calls.
+
+    None values, which pyarrow fills in for missing keys, are left out.
+
+    Raises:
+        UserError: it names the row and the field.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.keys() == PLAIN and message["role"] not in CALL_ROLES:
+        return message
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        content = message.pop("value", None)
+        is_call = role in CALL_ROLES
+        message = {"role": ROLES.get(role, role) if isinstance(role, str) and not is_call else role, **message}
+        if content is not None:
+            message["content"] = content
+    if message.get("role") in CALL_ROLES:
+        _read_call_turn(message, where, name)
+    if "function_call" in message:  # OpenAI's former name of tool_calls
+        if message.get("tool_calls"):
+            raise UserError(where, f"{name} has function_call and tool_calls", "leave one of them out")
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if message.get("role") == "assistant":
+        _read_refusal(message, where, name)
+        _read_reasoning(message, where, name)
+    for kind in MEDIA:
+        for key in (kind, f"{kind}s"):
+            if (value := message.get(key)) and (not isinstance(value, list) or any(value)):
+                raise no_media(where, f"{name}.{key}", kind)
+    if message.get("prefix") is True:
+        raise UserError(where, f"{name}.prefix is true: the turn is only begun", "drop the row, or end the turn")
+    learnt_by(message, where, name)
+    return message
+
+
+def no_media(where: str, name: str, kind: str) -> UserError:
+    """The error of a row that holds an image, a video or audio."""
+    return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
+
+
+def _read_call_turn(message: Message, where: str, name: str) -> None:
+    """A turn of ShareGPT or ms-swift that is a call, in JSON, as one of the assistant with tool calls, in place."""
+    content, thought = message.pop("content", None), None
+    if isinstance(content, str) and (found := thought_in(content)) is not None:  # LLaMA-Factory's
+        thought, content = found
+    value = content
+    if isinstance(content, str):
+        try:
+            value = load_json(content, where, name)
+        except json.JSONDecodeError:
+            value = None
+    calls: list[Any] = value if isinstance(value, list) else [value]
+    are_calls = [isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls]
+    if not are_calls or not all(are_calls):
+        what = f'{name} is a call (role "{message["role"]}"), and its text is no JSON of calls: {shortened(content)}'
+        raise UserError(where, what, 'write {"name": "…", "arguments": {…}}, or a list of these')
+    message["role"] = "assistant"
+    message["tool_calls"] = [{"type": "function", "function": {**call}} for call in calls]
+    if thought:
+        message["reasoning_content"] = thought
+
+
+def _read_refusal(message: Message, where: str, name: str) -> None:
+    """OpenAI's text of an assistant that refuses, in place of a content."""
+    refusal = message.get("refusal")
+    if not isinstance(refusal, str) or not refusal.strip():
+        if not refusal:
+            message.pop("refusal", None)
+        return
+    if message.get("content"):
+        raise UserError(where, f"{name} has a content and a refusal", "leave one of them out")
+    message["content"] = message.pop("refusal")
+
+
+def _read_reasoning(message: Message, where: str, name: str) -> None:
+    """Keep one of a thought's names, in place."""
+    given = [key for key in REASONING if message.get(key)]
+    for key in given:
+        value = message[key]
+        if not isinstance(value, (str, bool, int, float)):
+            raise UserError(where, f"{name}.{key} is of type {type(value).__name__}, not text", "make it a text")
+    texts = [key for key in given if isinstance(message[key], str)]
+    for key in texts[1:]:
+        if message[key] != message[texts[0]]:
+            raise UserError(where, f"{name} has {texts[0]} and {key}, which differ", "leave one of them out")
+        message.pop(key)
+
+
+def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
+    """Whether a message says that it is learnt; None: it does not say.
+
+    Raises:
+        UserError: it says so in another way than by 0 or 1, or its fields contradict each other.
+    """
+    if message.keys() <= PLAIN:
+        return None
+    said: dict[str, bool] = {}
+    for key, value in message.items():
+        is_number = isinstance(value, (bool, int, float))
+        if key in FLAGS or key == _OPPOSITE:
+            is_set = _FLAG_VALUES.get(str(value).strip().lower()) if is_number or isinstance(value, str) else None
+            if is_set is None:
+                what = f"{name}.{key} is {shortened(value)}, and a turn is learnt wholly or not at all"
+                raise UserError(where, what, "write 0 or 1, or take the field out")
+            said[key] = is_set != (key == _OPPOSITE)
+        elif _LIKE_A_FLAG.search(key) and (is_number or isinstance(value, list) or str(value) in _FLAG_VALUES):
+            what = f"{name}.{key} is {shortened(value)}, which may say what is learnt, and is not read here"
+            raise UserError(where, what, "call it loss_mask (1: the turn is learnt, 0: it is not), or take it out")
+    if len(set(said.values())) > 1:
+        named = " and ".join(f"{key} = {json.dumps(message[key])}" for key in said)
+        raise UserError(where, f"{name} has {named}, which contradict each other", "leave one of them out")
+    return next(iter(said.values()), None)
+
+
+def without_flags(message: Message, source: str) -> Message:
+    """The message without what says whether it is learnt, but for names that a template's source holds."""
+    if message.keys() <= PLAIN:
+        return message
+    names = [key for key in message if (key in FLAGS or key == _OPPOSITE) and not is_named(key, source)]
+    return {key: value for key, value in message.items() if key not in names}
+
+
+def is_named(field: str, source: str) -> bool:
+    """Whether a template's source has a field's name as Jinja writes it: ``.name`` or ``'name'``."""
+    return re.search(rf"""\.{re.escape(field)}\b|(["']){re.escape(field)}\1""", source) is not None
+
+
+def is_text(field: str, value: Any, role: str = "") -> bool:
+    """Whether a field may hold a text that another tool would learn or show; ids, dates, figures and words do not.
+
+    Args:
+        role: of the message.
+    """
+    if field == "name":  # of a speaker; a result's is that of its function
+        return isinstance(value, str) and role != "tool" and value.lower() not in ("", role)
+    if field in _ENCLOSED:
+        return bool(value)
+    return value not in _USUAL.get(field, ()) and _holds_text(field, value)
+
+
+def _holds_text(field: str, value: Any) -> bool:
+    if field in _HARMLESS:
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_text(key, item) for key, item in value.items())
+    if isinstance(value, list):
+        return any(_holds_text(field, item) for item in value)
+    if not isinstance(value, str) or not _LETTERS.search(value):
+        return False
+    return field in _SPOKEN or len(value.strip()) > _LONGEST_WORD or len(value.split()) > 1
+
+
+def shortened(value: Any) -> str:
+    """A value in a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def thought_in(content: str) -> tuple[str, str] | None:
+    """The thought that a content begins with and what follows it; None without one."""
+    text = content.lstrip()
+    if text[:1] not in _FIRST and _THOUGHT_PAIRS[0][1] not in text:  # most contents have none
+        return None
+    for opening, closing in _THOUGHT_PAIRS:
+        before, found, rest = text.partition(closing)
+        if found and before.startswith(opening):
+            return before[len(opening) :].strip(), rest.lstrip()
+    opening, closing = _THOUGHT_PAIRS[0]
+    before, found, rest = text.partition(closing)
+    if found and opening not in before:  # a prompt opened it
+        return before.strip(), rest.lstrip()
+    return None
+
+
+def empty_thought(content: str) -> str:
+    """The tags of an empty thought that a content begins with; "" without one."""
+    found = thought_in(content)
+    if found is None or found[0]:
+        return ""
+    return "".join(content[: len(content) - len(found[1])].split())
+
+
+def without_thoughts(content: str) -> list[str]:
+    """A content without its thoughts, in the ways in which templates cut them out; empty if it has none."""
+    found = []
+    for opening, closing in _THOUGHT_PAIRS:
+        if closing in content:
+            pattern = f"{re.escape(opening)}.*?{re.escape(closing)}"
+            found += [content.rpartition(closing)[2], re.sub(pattern, "", content, flags=re.DOTALL)]
+    return found
+
+
+def unfolded(message: Message, where: str, name: str, before: Sequence[Message]) -> list[Message]:
+    """A message whose content is a list of parts, as messages whose contents are texts.
+
+    Calls become ``tool_calls``, results messages of the role "tool", thoughts ``reasoning_content``. Parts of other
+    types stay, for the template to judge.
+
+    Args:
+        before: the messages before this one, whose calls name the functions of its results.
+
+    Raises:
+        UserError: a part holds media, or stands where it cannot be read; it names the row and the part.
+    """
+    parts, role = message["content"], message["role"]
+    rest = {key: value for key, value in message.items() if key != "content"}
+    found: list[Message] = []
+    texts: list[Any] = []
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    for number, part in enumerate(parts):
+        its = f"{name}.content[{number}]"
+        kind, part = _kind_of(part, where, its)
+        if kind in _TEXTS:
+            text = _text_of(part, _TEXTS[kind], where, its)
+            if calls and text.strip():
+                raise _misplaced(where, its, kind, "follows a call", "end the turn with its calls")
+            texts.append({"type": "text", "text": text})
+        elif kind in _THOUGHTS:
+            if role != "assistant":
+                raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', "move or drop it")
+            if texts or calls:
+                raise _misplaced(where, its, kind, "follows a text or a call", "begin the turn with its thoughts")
+            thoughts.append(_thought_of(part, where, its))
+        elif kind in _CALLS:
+            if role != "assistant":
+                raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', "move or drop it")
+            calls.append(_call_of(part, where, its))
+        elif kind in _RESULTS:
+            if role not in ("user", "tool", "function"):
+                raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', 'use the role "user"')
+            if texts:
+                found.append({**rest, "content": texts})
+                texts = []
+            found.append({**_flags_of(rest), **_result_of(part, before, where, its)})
+        else:
+            texts.append(part)
+    if thoughts:
+        thought = "\n\n".join(thoughts)
+        if any(rest.get(key, thought) != thought for key in REASONING):
+            raise UserError(where, f"{name} has a thought in its content and another beside it", "leave one out")
+        rest = {key: value for key, value in rest.items() if key not in REASONING}
+        rest["reasoning_content"] = thought
+    if calls:
+        if rest.get("tool_calls") and not _same_calls(rest["tool_calls"], calls):
+            what = f"{name} has calls in its content and others in tool_calls"
+            raise UserError(where, what, "leave one of them out")
+        rest.setdefault("tool_calls", calls)
+    if texts or not (found or thoughts or calls):
+        return [*found, {**rest, "content": texts}]
+    return found or [rest]
+
+
+def _kind_of(part: Any, where: str, name: str) -> tuple[str, Message]:
+    """A part's type, in lower case with ``_``, and the part without None values."""
+    if isinstance(part, str):
+        return "text", {"text": part}
+    if not isinstance(part, Mapping):
+        what = f"{name} is of type {type(part).__name__}, neither a text nor an object"
+        raise UserError(where, what, 'write {"type": "text", "text": "…"}')
+    part = {key: value for key, value in part.items() if value is not None}
+    kind = str(part.get("type") or next((key for key in ("text", *_THOUGHTS) if key in part), "unknown"))
+    kind = kind.lower().replace("-", "_")
+    plain = kind.removeprefix("input_").removesuffix("_url")
+    for medium in MEDIA:
+        if plain == medium or part.get(medium) or part.get(f"{medium}_url"):
+            raise no_media(where, name, medium)
+    return kind, part
+
+
+def _misplaced(where: str, name: str, kind: str, what: str, todo: str) -> UserError:
+    return UserError(where, f"{name} is of type {kind} and {what}", todo)
+
+
+def _check_rest(part: Message, read: Sequence[str], where: str, name: str) -> None:
+    """Refuse a text in a part beside what is read of it."""
+    for key, value in part.items():
+        if key not in (*read, "type") and is_text(key, value):
+            what = f"{name}.{key} is {shortened(value)}, which is not read here"
+            raise UserError(where, what, "make it a part of its own, or take it out")
+
+
+def _text_of(part: Message, key: str, where: str, name: str) -> str:
+    text = part.get(key, "" if key == "text" else part.get("text"))
+    if not isinstance(text, str):
+        raise UserError(where, f"{name}.{key} is of type {type(text).__name__}, not text", "make it a text")
+    _check_rest(part, (key,), where, name)
+    return text
+
+
+def _thought_of(part: Message, where: str, name: str) -> str:
+    """The text of a thought: a text, or a list of parts (Mistral's; OpenAI's summaries)."""
+    given = {key: part[key] for key in _THOUGHT_KEYS if part.get(key)}
+    if len(given) > 1:
+        raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
+    _check_rest(part, [*given, "encrypted_content"], where, name)
+    for key, value in given.items():
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return _joined_texts(value, where, f"{name}.{key}")
+        raise UserError(where, f"{name}.{key} is of type {type(value).__name__}, not text", "make it a text")
+    raise UserError(where, f"{name} is a thought without text", "drop the part")
+
+
+def _joined_texts(parts: Sequence[Any], where: str, name: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        kind, part = _kind_of(part, where, f"{name}[{number}]")
+        if kind not in _TEXTS:
+            raise UserError(where, f"{name}[{number}] is of type {kind}, and only text is read", "drop the part")
+        texts.append(_text_of(part, _TEXTS[kind], where, f"{name}[{number}]"))
+    return "\n".join(texts)
+
+
+def _call_of(part: Message, where: str, name: str) -> Message:
+    """A part that is a call, as OpenAI writes calls."""
+    inner = next((part[key] for key in ("function", *_CALLS) if isinstance(part.get(key), Mapping)), part)
+    function = next((inner[key] for key in _CALL_NAMES if key in inner), None)
+    if not isinstance(function, str):
+        raise UserError(where, f"{name} is a call without a name", "name its function")
+    given = [key for key in _ARGUMENTS if key in inner]
+    if len(given) > 1:
+        raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
+    _check_rest(inner, (*_CALL_NAMES, *_ARGUMENTS), where, name)
+    call: Message = {"type": "function", "function": {"name": function, "arguments": inner[given[0]] if given else {}}}
+    number = next((one[key] for one in (part, inner) for key in ("id", "call_id", "toolCallId") if key in one), None)
+    return call if number is None else {"id": number, **call}
+
+
+def _result_of(part: Message, before: Sequence[Message], where: str, name: str) -> Message:
+    """A part that is the result of a call, as a message of the role "tool"."""
+    given = [key for key in _RESULT_KEYS if key in part]
+    if len(given) > 1:
+        raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
+    _check_rest(part, (*_RESULT_KEYS, *_CALL_NAMES), where, name)
+    value = part[given[0]] if given else ""
+    if isinstance(value, list) and any(isinstance(one, Mapping) and "type" in one for one in value):
+        value = _joined_texts(value, where, f"{name}.{given[0]}")
+    message: Message = {
+        "role": "tool",
+        "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+    }
+    number = next((part[key] for key in _CALL_IDS if key in part), None)
+    calls = [call for one in before for call in one.get("tool_calls", ()) if call.get("id", part) == number]
+    function = next((one[key] for one in (part, *map(_function, calls)) for key in _CALL_NAMES if key in one), None)
+    if number is not None:
+        message["tool_call_id"] = number
+    if function is not None:
+        message["name"] = function
+    return message
+
+
+def _function(call: Message) -> Message:
+    return call.get("function", call)
+
+
+def _flags_of(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key in FLAGS or key == _OPPOSITE}
+
+
+def _same_calls(one: Any, other: Any) -> bool:
+    return _plain_calls(one) == _plain_calls(other)
+
+
+def _plain_calls(calls: Any) -> list[tuple[Any, Any]]:
+    """Names and arguments of calls in any form."""
+    found = []
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = function.get("arguments", function.get("args"))
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        found.append((function.get("name"), arguments))
+    return found
