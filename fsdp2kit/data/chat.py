@@ -173,6 +173,8 @@ class Chat:
         self.rendered = self.messages
         """The messages as the template gets them: with stand-ins where they quote special tokens (`quoting`)."""
         self.stand_ins: StandIns = {}
+        self.own_special: list[str] = []
+        """Special tokens in the texts that are read as tokens, since the template never writes them (`quoting`)."""
         self._whole = (train_on is None, text)
 
     def _turns_of(self, messages: Sequence[Message], train_on: TrainOn | None) -> list[int]:
@@ -211,7 +213,9 @@ class Chat:
         Raises:
             UserError: the template makes another text of it.
         """
-        values, stand_ins = without_quotes([*self.template.inputs, self.messages], special, where=self.where)
+        values, stand_ins, self.own_special = without_quotes(
+            [*self.template.inputs, self.messages], special, where=self.where
+        )
         if not stand_ins:
             return self
         other = copy.copy(self)

@@ -18,6 +18,9 @@ from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
 
+STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The names of roles that messages have after `fsdp2kit.data.template.Template.fit`."""
+
 # Other tools' names of the roles; ShareGPT's in the key "from".
 ROLES = {
     "human": "user",

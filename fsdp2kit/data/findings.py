@@ -29,6 +29,12 @@ class Findings:
     """Texts that begin with the BOS, which the tokenizer adds as well."""
     own_eos: int = 0
     """Texts that end with the EOS, which the tokenizer adds as well."""
+    quoting: int = 0
+    """Conversations that quote the chat template's special tokens."""
+    first_quoting: str | None = None
+    """Where the first of them is."""
+    own_special: list[str] = field(default_factory=list)
+    """Special tokens in conversations that the chat template does not write."""
 
     def note_unread(self, names: Iterable[str]) -> None:
         self.unread += [name for name in names if name not in self.unread]
@@ -43,6 +49,12 @@ class Findings:
         self.own_bos += has_bos
         self.own_eos += has_eos
 
+    def note_special(self, where: str, own: Iterable[str], *, quotes: bool) -> None:
+        self.quoting += quotes
+        if quotes and self.first_quoting is None:
+            self.first_quoting = where
+        self.own_special += [token for token in own if token not in self.own_special]
+
     def add(self, other: Findings) -> None:
         """Add the findings of the rows that follow."""
         if self.first_systems_twice is None and other.first_systems_twice is not None:
@@ -54,6 +66,9 @@ class Findings:
         self.systems_twice += other.systems_twice
         self.own_bos += other.own_bos
         self.own_eos += other.own_eos
+        self.quoting += other.quoting
+        self.first_quoting = self.first_quoting or other.first_quoting
+        self.own_special += [token for token in other.own_special if token not in self.own_special]
 
     def warnings(self, key: str, name: Callable[[int], str]) -> list[str]:
         """What a person should look at before training.
@@ -79,6 +94,12 @@ class Findings:
             if count:
                 what = f"the {token} token {does} {counted(count, 'text')}, and the tokenizer adds it as well"
                 found.append(f"{what}: one is kept")
+        if self.quoting:
+            what = f"{counted(self.quoting, 'conversation')} quote special tokens of the chat template"
+            found.append(f"{what}, first in {self.first_quoting}: they are read as text")
+        if self.own_special:
+            some = ", ".join(self.own_special[:_MOST_NAMED])
+            found.append(f"special tokens in conversations, which the chat template does not write: {some}")
         if self.unread:
             more = len(self.unread) - _MOST_NAMED
             others = f" and {more} more" if more > 0 else ""

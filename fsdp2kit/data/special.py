@@ -1,7 +1,9 @@
 """A tokenizer's special tokens, and texts that quote them.
 
-A chat template's special tokens become tokens. What a message quotes, like ``<|im_end|>`` in a question about chat
-templates, stays text: otherwise an answer would end within itself, and a question could hold turns that nobody took.
+A chat template's special tokens become tokens. Where a message quotes one of them, like ``<|im_end|>`` in a question
+about chat templates, it stays text: otherwise an answer would end within itself, and a question could hold turns that
+nobody took. Special tokens that the template never writes, such as those that a user added, come from data alone, and
+are read as tokens.
 
 While a conversation is rendered, a stand-in takes the place of the first character of each quoted token. All special
 tokens of the rendered text are then the template's own.
@@ -21,6 +23,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from fsdp2kit.data.fields import ROLES, STANDARD_ROLES
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import stop_tokens
 
@@ -44,6 +47,8 @@ class SpecialTokens:
     """Those at which generation stops, the longest first."""
     eos: str
     """Ends a text; "" without one."""
+    guarded: frozenset[str]
+    """Those that a conversation's texts only quote: the template's own, and those that begin, end or fill up texts."""
 
     def may_be_in(self, text: str) -> bool:
         """Whether a text may hold a special token: one begins like it. Fast."""
@@ -98,18 +103,33 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     eos = str(tokenizer.eos_token) if tokenizer.eos_token else ""
     stops = {added[at].content for at in stop_tokens(tokenizer) if at in added} | ({eos} if eos else set())
     texts = {token.content for token in added.values() if token.special} | stops
-    return SpecialTokens(_longest_first(texts), _longest_first(stops), eos)
+    named = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str | AddedToken)}
+    template = tokenizer.chat_template or ""
+    source = "\n".join(template.values()) if isinstance(template, dict) else template
+    guarded = {text for text in texts if text in stops or text in named.values() or _is_written(text, source)}
+    return SpecialTokens(_longest_first(texts), _longest_first(stops), eos, frozenset(guarded))
+
+
+def _is_written(text: str, source: str) -> bool:
+    """Whether a template writes a special token, as it stands or put together with a role: ``'<|' + role + '|>'``."""
+    if text in source:
+        return True
+    parts = [text.split(role) for role in (*STANDARD_ROLES, *ROLES) if role in text]
+    return any(all(part in source for part in one) for one in parts)
 
 
 def _longest_first(texts: set[str]) -> tuple[str, ...]:
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
-def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[Any, dict[str, str]]:
-    """Nested lists and dicts with stand-ins in the texts that quote special tokens, and what these stand for.
+def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[Any, dict[str, str], list[str]]:
+    """Nested lists and dicts with stand-ins in the texts that quote special tokens.
 
     A token may also be quoted in parts: by two texts that follow each other. Without quotes, the values are returned
     as they are.
+
+    Returns:
+        The values, what each stand-in stands for, and the special tokens in the texts that are no quotes.
 
     Raises:
         UserError: no stand-in is left, since the texts hold all of them; it names ``where``.
@@ -119,13 +139,15 @@ def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[
     _collect(values, texts, names)
     joined = "".join(texts)
     if not special.may_be_in(joined) and not special.may_be_in("\n".join(names)):
-        return values, {}
+        return values, {}, []
     texts.clear()
     _changed(values, lambda text: texts.append(text) or text, special)
     joined = "".join(texts)
-    starts = special.starts_in(joined)
+    found = {start: special.at(joined, start) for start in special.starts_in(joined)}
+    starts = [start for start, token in found.items() if token in special.guarded]
+    own = sorted({token for token in found.values() if token not in special.guarded})
     if not starts:
-        return values, {}
+        return values, {}, own
     free = [one for one in _STAND_INS if one not in joined]
     quoted = dict.fromkeys(joined[start] for start in starts)
     if len(quoted) > len(free):
@@ -137,7 +159,8 @@ def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[
         letters[start] = stand_in_of[letters[start]]
     ends = itertools.accumulate(map(len, texts))
     pieces = iter(["".join(letters[end - len(text) : end]) for text, end in zip(texts, ends, strict=True)])
-    return _changed(values, lambda _: next(pieces), special), {one: letter for letter, one in stand_in_of.items()}
+    changed = _changed(values, lambda _: next(pieces), special)
+    return changed, {one: letter for letter, one in stand_in_of.items()}, own
 
 
 def _collect(value: Any, texts: list[str], names: set[str]) -> None:

@@ -29,6 +29,7 @@ from fsdp2kit.data.fields import (
     PLAIN,
     REASONING,
     ROLES,
+    STANDARD_ROLES,
     Message,
     empty_thought,
     is_named,
@@ -42,7 +43,6 @@ from fsdp2kit.data.rows import load_json
 from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
 from fsdp2kit.errors import UserError
 
-_STANDARD = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
@@ -345,7 +345,7 @@ class Template:
 
     def _role(self, at: int, role: str) -> str:
         """The role of a message by its usual name."""
-        if role in _STANDARD:
+        if role in STANDARD_ROLES:
             return role
         # The template's own role is accepted. Another name of the assistant is not: the turn would not be learnt.
         is_own = _is_quoted(role, self._source) and ROLES.get(role) != "assistant"
@@ -353,10 +353,16 @@ class Template:
             return role if is_own and not _is_quoted("tool", self._source) else "tool"
         if is_own:
             return role
-        near = ROLES.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), _STANDARD)), None)
+        near = ROLES.get(role.strip().lower()) or next(
+            iter(difflib.get_close_matches(role.lower(), STANDARD_ROLES)), None
+        )
         if near == "tool":
             return near
-        todo = f"did you mean {near!r}?" if near else f"use {', '.join(_STANDARD)}, or a template that names the role"
+        todo = (
+            f"did you mean {near!r}?"
+            if near
+            else f"use {', '.join(STANDARD_ROLES)}, or a template that names the role"
+        )
         raise UserError(self._where, f"messages[{at}] has the unknown role {role!r}", todo)
 
     def _fit_calls(self, messages: list[Message]) -> list[Message]:

@@ -174,7 +174,9 @@ def encode_prompts(
             chat = row.chat(asked)
             _look_at(row, findings, [chat])
             asked = chat.messages
-            ids = encode_prompt(chat, tokenizer, special)
+            chat = chat.quoting(special, prompt=True)
+            findings.note_special(chat.where, chat.own_special, quotes=bool(chat.stand_ins))
+            ids = encode_text(chat.text(prompt=True), chat, tokenizer, special)
         if not ids:
             raise UserError(row.where, "the prompt is empty", "drop the row")
         found.append(Prompt(row.whole, asked, ids))
@@ -218,6 +220,7 @@ def _encode(
         for row in alike:
             if isinstance(row, Chat):
                 chat = row.quoting(special)
+                findings.note_special(chat.where, chat.own_special, quotes=bool(chat.stand_ins))
                 text, of_text = supervised_spans(chat, special, section.train_on)
                 if chat.stand_ins:
                     quoting[len(texts)] = chat
