@@ -174,8 +174,9 @@ def _without_user(found: re.Match[str]) -> str:
     places = list(_places(rest)) if has_password else []
     if not places:
         return found[0]
-    # The host follows the first `@` that something like a host follows; where nothing does, the last one.
-    end = next((place for place in places if _HOST.match(rest, place + 1)), places[-1])
+    # The host follows the last `@` that something like a host follows: a password may look like a host itself, and
+    # hiding a part of a path as well does no harm.
+    end = next((place for place in reversed(places) if _HOST.match(rest, place + 1)), places[-1])
     return f"{begin}{HIDDEN}@{rest[end + 1 :]}"
 
 

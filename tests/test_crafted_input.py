@@ -43,7 +43,7 @@ def test_a_byte_order_mark_is_read(model_dir: Path, tmp_path: Path) -> None:
 
 def test_a_toml_that_is_none_is_still_explained(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(BOM + "[run]\ndir: a\n")
-    with pytest.raises(UserError, match=r"not valid TOML.*write dir = a: this looks like YAML"):
+    with pytest.raises(UserError, match='not valid TOML.*write dir = "a": this looks like YAML'):
         read_toml(tmp_path / "x.toml")
     (tmp_path / "x.toml").write_bytes("[run]\n".encode("utf-16"))
     with pytest.raises(UserError, match="cannot be read"):
@@ -74,15 +74,20 @@ LOOPS = "{% for a in [1] %}" * 30 + "{% endfor %}" * 30
 CALLS = "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"
 
 
-@pytest.mark.parametrize("template", [LISTS, LOOPS, CALLS], ids=["lists", "loops", "calls"])
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [(LISTS, "does not end (it calls itself, or"), (LOOPS, "cannot be run ("), (CALLS, "does not end (it calls")],
+    ids=["lists", "loops", "calls"],
+)
 def test_a_template_that_cannot_be_run_is_refused_in_a_line(
-    model_dir: Path, tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+    model_dir: Path, tmp_path: Path, template: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.jinja").write_text(template)
     options = ["mesh.cp=1", f"model.chat_template={tmp_path / 't.jinja'}"]
     assert preview.main([str(toml_for(model_dir, tmp_path)), *options]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: model.chat_template: the chat template cannot be run (")
+    assert line.startswith("error: ")
+    assert f": the chat template {what}" in line
 
 
 def test_a_preview_shows_control_characters(

@@ -57,8 +57,10 @@ def bounds() -> Iterator[None]:
     _counts.until = time.thread_time() + SECONDS
     try:
         yield
-    except (MemoryError, RecursionError) as error:
-        raise Unbounded("its text does not fit" if isinstance(error, MemoryError) else "it calls itself") from None
+    except MemoryError:
+        raise Unbounded("its text does not fit") from None
+    except RecursionError:
+        raise Unbounded("it calls itself, or is nested too deep") from None
 
 
 @lru_cache(maxsize=32)

@@ -95,7 +95,8 @@ class Findings:
                 what = f"the {token} token {does} {counted(count, 'text')}, and the tokenizer adds it as well"
                 found.append(f"{what}: one is kept")
         if self.quoting:
-            what = f"{counted(self.quoting, 'conversation')} quote special tokens of the chat template"
+            does = "quotes" if self.quoting == 1 else "quote"
+            what = f"{counted(self.quoting, 'conversation')} {does} special tokens of the chat template"
             found.append(f"{what}, first in {self.first_quoting}: they are read as text")
         if self.own_special:
             some = ", ".join(self.own_special[:_MOST_NAMED])

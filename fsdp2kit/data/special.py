@@ -114,8 +114,20 @@ def _is_written(text: str, source: str) -> bool:
     """Whether a template writes a special token, as it stands or put together with a role: ``'<|' + role + '|>'``."""
     if text in source:
         return True
-    parts = [text.split(role) for role in (*STANDARD_ROLES, *ROLES) if role in text]
-    return any(all(part in source for part in one) for one in parts)
+    for role in (*STANDARD_ROLES, *ROLES):
+        before, found, after = text.partition(role)
+        if found and _ends_a_text(before, source) and _begins_a_text(after, source):
+            return True
+    return False
+
+
+def _ends_a_text(part: str, source: str) -> bool:
+    """Whether a text of a template ends so: a quoted one, or what stands before an expression."""
+    return re.search(rf"{re.escape(part)}(?:['\"]|\s*\{{\{{)", source) is not None
+
+
+def _begins_a_text(part: str, source: str) -> bool:
+    return re.search(rf"(?:['\"]|\}}\}})\s*{re.escape(part)}", source) is not None
 
 
 def _longest_first(texts: set[str]) -> tuple[str, ...]:

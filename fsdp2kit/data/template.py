@@ -142,7 +142,7 @@ class Template:
         except Unbounded as error:
             todo = "set model.chat_template to a template that ends, or drop the row"
             raise Endless(self._where, f"the chat template does not end ({error})", todo) from None
-        except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which Jinja compiles to
+        except SyntaxError as error:  # of Python, which Jinja compiles to
             what = f"the chat template cannot be run ({type(error).__name__}: {error})"
             raise UserError("model.chat_template", what, "nest it less, or choose another template") from None
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

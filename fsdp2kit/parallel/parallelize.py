@@ -27,6 +27,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     """Make a meta ``model`` parallel over ``mesh``, in place; its parameters are then allocated, without values.
 
     Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that. Collective.
+    Gradients then add up over ranks, where `fully_shard` averages them: divide a loss by the targets of all ranks, as
+    `build_mean_loss` does.
     transformers cannot save shards, so ``model.save_pretrained`` raises a `UserError` from here on; `export_model` of
     `fsdp2kit.checkpoint.export_model` writes what it would.
 

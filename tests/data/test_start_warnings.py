@@ -30,14 +30,23 @@ PAIR = {"prompt": "Is water wet?", "completion": " Yes."}
 ANSWERS = {"prompt": "Is water wet?", "chosen": " Yes.", "rejected": " No."}
 BEGUN = {"text": "<|begin|>Is water wet?<|im_end|>", "id": 7, "url": "a"}
 CASES = {
-    "no stop token": ("chat", [{"messages": SINGLE}], NO_END, ["1 of 1 documents teach no end-of-turn"]),
+    "no stop token": ("chat", [{"messages": SINGLE}], None, ["1 of 1 documents teach no end-of-turn"]),
     "no stop token in pairs": (
         'prompt_completion", wrap = "chat',
         [{"prompt": "a", "completion": "b"}],
-        NO_END,
+        None,
         ["teach no end-of-turn"],
     ),
-    "alpaca": ("alpaca", [{"instruction": "a", "output": "b"}], NO_END, ["teach no end-of-turn"]),
+    "alpaca": ("alpaca", [{"instruction": "a", "output": "b"}], None, ["teach no end-of-turn"]),
+    "quotes": (
+        "chat",
+        [{"messages": SINGLE}, {"messages": [SINGLE[0], {"role": "assistant", "content": "<|im_end|> </s>"}]}],
+        templates.CHATML,
+        [
+            "1 conversation quotes special tokens of the chat template, first in FILE:2: they are read as text",
+            "special tokens in conversations, which the chat template does not write: </s>",
+        ],
+    ),
     "no eos": ("text", [{"text": "Water."}], None, ["teach no end-of-turn or end-of-text token"]),
     "no eos in tokens": ("tokens", [{"input_ids": [50, 51, 52]}], templates.CHATML, ["teach no end-of-turn"]),
     "bos twice": ("chat", [{"messages": SINGLE}], TWICE, ["1 of 1 documents begin with the BOS token twice"]),
@@ -73,7 +82,8 @@ CASES = {
 
 def toml_of(folder: Path, name: str, *, streaming: bool = False) -> tuple[str, list[str]]:
     kind, rows, template, expected = CASES[name]
-    tokenizer = make_tokenizer(template)
+    # Answers that end in no special token end in the EOS, if there is one.
+    tokenizer = make_tokenizer(NO_END if template is None else template)
     if template is None:
         tokenizer.eos_token = None  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save_pretrained(folder / "tokenizer")

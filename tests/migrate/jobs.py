@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,9 +77,13 @@ def quiet() -> Iterator[None]:
 
 
 def loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token."""
+    """Mean cross-entropy of the next token, of which each rank has an equal share under `apply_fsdp`.
+
+    There gradients add up over ranks. FSDP1 averages those of the ranks' means.
+    """
     logits = model(input_ids=tokens, use_cache=False).logits.float()
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    mean = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return mean / dist.get_world_size() if isinstance(model, FSDPModule) else mean
 
 
 def own(tokens: Tensor = TOKENS) -> Tensor:
