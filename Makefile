@@ -10,8 +10,8 @@ GPU_PIECES := gpu-first gpu-tests gpu-ranks gpu-kernels gpu-3b gpu-8b gpu-loss g
 .PHONY: demo test test-all test-oldest lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fsdp2kit.run toml/demo_cp2.toml
-	$(BIN)/python tools/generate.py $(RUN_DIR)/hf "What is the opposite of wet?" "Tell me the month after June."
+	OMP_NUM_THREADS=1 $(BIN)/fsdp2kit run toml/demo_cp2.toml --nproc 2
+	$(BIN)/fsdp2kit generate $(RUN_DIR)/hf "What is the opposite of wet?" "Tell me the month after June."
 
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-_CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
 _MLFLOW = ("mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic")
 REQUIREMENTS = {
     "peft": ("peft>=0.20",),
@@ -95,18 +93,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
             for failure, _ in getattr(error, "failures", {}).values():
                 yield from causes(failure)
         error = error.__cause__ or error.__context__
-
-
-def tool_command(name: str) -> str:
-    """How a message names a tool: ``fsdp2kit plan``, or in a checkout ``python tools/plan.py``.
-
-    A process started as ``fsdp2kit`` says ``fsdp2kit NAME`` even in a checkout. A wheel has no ``tools/`` beside
-    the package.
-    """
-    in_checkout = Path.cwd() == _ROOT and (_ROOT / "tools" / f"{name}.py").is_file()
-    if in_checkout and not Path(sys.argv[0]).name.startswith("fsdp2kit"):
-        return f"python tools/{name}.py"
-    return f"fsdp2kit {'convert' if name in _CONVERTERS else name.replace('_', '-')}"
 
 
 class RunFailure(RuntimeError):

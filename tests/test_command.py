@@ -17,7 +17,6 @@ import tomli
 from fsdp2kit import __main__ as command
 from fsdp2kit import run
 from fsdp2kit.checkpoint.conversion import parse_conversion
-from fsdp2kit.errors import tool_command
 from tests.reference import full
 from tools import schema
 
@@ -214,19 +213,6 @@ def test_a_check_of_a_world_that_does_not_fit_is_one_line(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         run.main(["demo_cp2", "--world-size", "3"])
     assert "--world-size is for --check" in capsys.readouterr().err
-
-
-def test_messages_name_tools_as_the_user_starts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "fsdp2kit" / "run.py")])
-    assert tool_command("plan") == "python tools/plan.py"
-    assert tool_command("dcp_to_hf") == "python tools/dcp_to_hf.py"
-    monkeypatch.setattr(sys, "argv", ["fsdp2kit check"])
-    assert tool_command("plan") == "fsdp2kit plan"
-    monkeypatch.setattr(sys, "argv", ["run.py"])
-    monkeypatch.chdir(tmp_path)
-    assert tool_command("dcp_to_hf") == tool_command("hf_to_dcp") == "fsdp2kit convert"
-    assert tool_command("overlap_report") == "fsdp2kit overlap-report"
 
 
 @pytest.mark.full

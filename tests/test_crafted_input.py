@@ -43,7 +43,7 @@ def test_a_byte_order_mark_is_read(model_dir: Path, tmp_path: Path) -> None:
 
 def test_a_toml_that_is_none_is_still_explained(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(BOM + "[run]\ndir: a\n")
-    with pytest.raises(UserError, match='not valid TOML.*write dir = "a": this looks like YAML'):
+    with pytest.raises(UserError, match=r'not valid TOML.*write dir = "a": this looks like YAML'):
         read_toml(tmp_path / "x.toml")
     (tmp_path / "x.toml").write_bytes("[run]\n".encode("utf-16"))
     with pytest.raises(UserError, match="cannot be read"):

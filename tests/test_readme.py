@@ -56,12 +56,15 @@ def _be_snippet(code: str, folder: Path, log: Path) -> None:
 def _run_line(line: str, folder: Path) -> None:
     """A command of the README: its module in forks of a process that has imported everything."""
     words = shlex.split(line, comments=True)
+    if words[0] == "fsdp2kit":  # as the command starts its ranks
+        size = int(words[words.index("--nproc") + 1]) if "--nproc" in words else 1
+        words = [word for at, word in enumerate(words) if "--nproc" not in words[max(at - 1, 0) : at + 1]]
+        start = ["torchrun", "--nproc-per-node", str(size)] if size > 1 else ["python"]
+        words = [*start, "-m", "fsdp2kit.__main__", *words[1:]]
     assert words[0] in ("python", "torchrun"), line
     size = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
-    rest = words[words.index("-m") + 1 :] if "-m" in words[:4] else [words[1].replace("/", "."), *words[2:]]
+    rest = words[words.index("-m") + 1 :] if "-m" in words[:5] else [words[1].replace("/", "."), *words[2:]]
     rest[0] = rest[0].removesuffix(".py")
-    if rest[0] == "fsdp2kit.checkpoint":
-        rest[0] += ".__main__"
     if size == 1:
         done = run_command(*rest, cwd=folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

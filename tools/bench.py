@@ -1,19 +1,19 @@
 """Measure fsdp2kit beside alternatives: steps, memory, loading, saving, kernels.
 
-torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
-torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
-torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
-torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
-python tools/bench.py convert [--params 0.5 1.5]
-python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
-python tools/bench.py ring [--device cpu --dry-run]
-[torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
-torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
-python tools/bench.py ahead toml/grpo_demo.toml [section.key=value …] [--ahead 2]
-python tools/bench.py rollouts [--lengths tail] [--continuous]
-python tools/bench.py gpu [--device cpu --dry-run]
-python tools/bench.py scale [--ranks 8 64 1024] [--shards 64]
-python tools/bench.py report FOLDER
+torchrun --nproc-per-node 2 -m fsdp2kit bench [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
+torchrun --nproc-per-node 2 -m fsdp2kit bench fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
+torchrun --nproc-per-node 2 -m fsdp2kit bench load --params 0.5 --files 1 --dtype bfloat16
+torchrun --nproc-per-node 2 -m fsdp2kit bench save --params 0.5
+fsdp2kit bench convert [--params 0.5 1.5]
+fsdp2kit bench vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
+fsdp2kit bench ring [--device cpu --dry-run]
+[torchrun --nproc-per-node 4] -m fsdp2kit bench experts [--experts 32] [--rounds 20]
+torchrun --nproc-per-node 2 -m fsdp2kit bench sync [--params 0.5] [--bucket-mib 16]
+fsdp2kit bench ahead toml/grpo_demo.toml [section.key=value …] [--ahead 2]
+fsdp2kit bench rollouts [--lengths tail] [--continuous]
+fsdp2kit bench gpu [--device cpu --dry-run]
+fsdp2kit bench scale [--ranks 8 64 1024] [--shards 64]
+fsdp2kit bench report FOLDER
 
 bench.py COMMAND --help lists the options of one.
 """

@@ -1,6 +1,6 @@
 """Draw the mean cycle of a run of recipe grpo: seconds and memory of each phase; and the reward over the run.
 
-python tools/cycle.py RUN_DIR --png cycle.png
+fsdp2kit cycle RUN_DIR --png cycle.png
 """
 
 from __future__ import annotations

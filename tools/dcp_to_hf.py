@@ -1,7 +1,7 @@
 """Convert a distributed checkpoint to a Hugging Face directory, in one process and without a GPU.
 
-python tools/dcp_to_hf.py runs/x/checkpoints/step-000200 out/ --dtype bfloat16
-python tools/dcp_to_hf.py runs/lora/checkpoints/step-000200 out/ --merge   # an adapter, merged into its model
+fsdp2kit convert runs/x/checkpoints/step-000200 out/ --dtype bfloat16
+fsdp2kit convert runs/lora/checkpoints/step-000200 out/ --merge   # an adapter, merged into its model
 """
 
 from __future__ import annotations

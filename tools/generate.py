@@ -2,7 +2,7 @@
 
 One without a chat template continues texts.
 
-python tools/generate.py DIR "question" ...
+fsdp2kit generate DIR "question" ...
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Convert Hugging Face weights or a state dict to a distributed checkpoint, in one process and without a GPU.
 
-python tools/hf_to_dcp.py hf_dir/ out/ [--verify]          # config.json and safetensors
-python tools/hf_to_dcp.py full.pt out/ --config hf_dir/    # torch.save of a state dict, e.g. FSDP1's FULL_STATE_DICT
-python tools/hf_to_dcp.py sharded/ out/ --config hf_dir/   # torch.distributed.checkpoint, e.g. its SHARDED_STATE_DICT
+fsdp2kit convert hf_dir/ out/ [--verify]          # config.json and safetensors
+fsdp2kit convert full.pt out/ --config hf_dir/    # torch.save of a state dict, e.g. FSDP1's FULL_STATE_DICT
+fsdp2kit convert sharded/ out/ --config hf_dir/   # torch.distributed.checkpoint, e.g. its SHARDED_STATE_DICT
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write a launch file for several nodes (Slurm, Kubernetes, SkyPilot, ssh), and plan the run. Submits nothing.
 
-python tools/launch.py slurm toml/x.toml --nodes 4 --gpus-per-node 8 [--time 24:00:00] [section.key=value ...]
+fsdp2kit launch slurm toml/x.toml --nodes 4 --gpus-per-node 8 [--time 24:00:00] [section.key=value ...]
     [--device h100] [--out FILE [--overwrite]]
 
 Without --out the file goes to stdout; everything else goes to stderr. The files are those in tools/launch/, filled in.

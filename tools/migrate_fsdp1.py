@@ -1,6 +1,6 @@
 """Translate an FSDP1 configuration to a TOML on stdout; a comment on each line names the field it came from.
 
-python tools/migrate_fsdp1.py fsdp_config.json > x.toml [--world-size 8] [--model ID] [--data FILE]
+fsdp2kit migrate-fsdp1 fsdp_config.json > x.toml [--world-size 8] [--model ID] [--data FILE]
 
 Takes a JSON with the usual fields (flat, or with transformers' `fsdp_config`), or an accelerate YAML. Fields without a
 counterpart are explained at the end of the TOML, unknown ones are listed there and on stderr. Batch sizes are per

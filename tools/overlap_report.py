@@ -1,6 +1,6 @@
 """Report how much communication is exposed in the traces of a run, and what to try next.
 
-python tools/overlap_report.py runs/x/trace [--png FILE [--step N]] [--units 10] [--json]
+fsdp2kit overlap-report runs/x/trace [--png FILE [--step N]] [--units 10] [--json]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Does your TOML train on these ranks as plain transformers does in one process?
 
-torchrun --nproc-per-node 4 tools/parity.py toml/x.toml [section.key=value ...] [--full] [--json]
+torchrun --nproc-per-node 4 -m fsdp2kit parity toml/x.toml [section.key=value ...] [--full] [--json]
 
 A scaled-down copy of the TOML's model (`--full`: the model itself) trains five steps on packed synthetic rows, for
 every pair of: dp × cp, context-parallel method, micro-batch size, sharding strategy, activation checkpointing. Loss,

@@ -1,6 +1,6 @@
 """Plan a run before a device is rented: memory by phase, bytes sent, time, and what to change so that it fits.
 
-python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
+fsdp2kit plan toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
     [--fit | --sweep | --longest] [--mfu 0.4] [--inter-node-bandwidth GB_S] [--verbose] [--kv-cache ROWS LENGTH]
     [--png FILE] [--html FILE] [--json]
 """

@@ -1,6 +1,6 @@
 """Show what the model will see: tokens, masks, packing, statistics, warnings.
 
-python tools/preview.py toml/x.toml [section.key=value ...] [--html FILE] [--json] [--rows 17-20,44] [--tokens 80]
+fsdp2kit preview toml/x.toml [section.key=value ...] [--html FILE] [--json] [--rows 17-20,44] [--tokens 80]
 """
 
 from __future__ import annotations

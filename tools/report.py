@@ -1,7 +1,7 @@
 """One HTML page of a run, or of several over each other: curves, speed, memory, saves, configs, samples.
 
-python tools/report.py runs/x [runs/y ...] [--out page.html] [--png curves.png]
-python tools/report.py runs/x --follow [--port 8700]
+fsdp2kit report runs/x [runs/y ...] [--out page.html] [--png curves.png]
+fsdp2kit report runs/x --follow [--port 8700]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """List runs: their steps, losses and speed, and whether they are running, ended, stopped, failed or killed.
 
-python tools/runs.py [runs] [--last 10] [--json]
+fsdp2kit runs [runs] [--last 10] [--json]
 
 It only reads, also beside runs that are going on, and imports no torch.
 """

@@ -1,7 +1,7 @@
 """Write the JSON schema of a recipe's TOML, which editors use for completion.
 
-python tools/schema.py my_recipe.py    # my_recipe.schema.json, beside it
-python tools/schema.py [--check]       # those of the recipes that come with fsdp2kit
+fsdp2kit schema my_recipe.py    # my_recipe.schema.json, beside it
+fsdp2kit schema [--check]       # those of the recipes that come with fsdp2kit
 
 ``toml/schema.json`` is that of the sft recipe, ``toml/schema.RECIPE.json`` those of the others. A TOML names its
 schema in its ``#:schema`` line.

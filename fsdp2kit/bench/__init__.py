@@ -1,1 +1,1 @@
-"""Benchmarks: what `tools/bench.py` measures, as functions that return plain, JSON-ready dictionaries."""
+"""Benchmarks: what `fsdp2kit bench` measures, as functions that return plain, JSON-ready dictionaries."""

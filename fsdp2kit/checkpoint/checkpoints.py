@@ -49,7 +49,7 @@ from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, o
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
 from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 from fsdp2kit.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
@@ -443,7 +443,7 @@ class Checkpoints:
             out = self.export_directory.path
             lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
             if self.can_answer and not is_remote(out):
-                lines.append(f'try it: {tool_command("generate")} {out} "…"')
+                lines.append(f'try it: fsdp2kit generate {out} "…"')
             if is_over and (repository := self.config.checkpoint.push_to_hub):
                 lines.append(self.export_directory.upload(repository))
         return lines

@@ -15,7 +15,7 @@ from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.distributed import gather_objects, host_of
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 from fsdp2kit.events import changes as settings_changes
 from fsdp2kit.events import flat
 from fsdp2kit.files import read_text, sha256
@@ -117,8 +117,7 @@ def check_same_run(
         if before != now:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
-                export = tool_command("dcp_to_hf")
-                anew = f"go on from its adapter: export it ({export}) and give that as model.adapter"
+                anew = "go on from its adapter: export it (fsdp2kit convert) and give that as model.adapter"
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
             if field == "data" and contents_saved and contents:
                 trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}

@@ -26,7 +26,7 @@ from fsdp2kit.checkpoint.save_plan import BriefFsspecWriter, BriefWriter, Shared
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import source_of, tied_names
 from fsdp2kit.model.names import base_name
@@ -221,7 +221,7 @@ def load_weights(path: str | Path, model: Any) -> None:
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
             if any(base_name(key) is None for key in shapes):
-                export = f"export it ({tool_command('dcp_to_hf')})"
+                export = f"export it (fsdp2kit convert)"
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from fsdp2kit.config.facts import MeshSizes, Needs
 from fsdp2kit.config.section import InputPath, Section, untagged
-from fsdp2kit.errors import UserError, check_installed, tool_command
+from fsdp2kit.errors import UserError, check_installed
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -51,7 +51,7 @@ class LoraConfig(Section):
             raise UserError("model.freeze", "is set with adapters, which freeze the whole model", "leave it out")
         if model.weights not in ("pretrained", "random"):
             what = "is a checkpoint: an adapter is kept by itself, and peft could not load the model it belongs to"
-            todo = f"convert it ({tool_command('dcp_to_hf')}) and give the directory as model.path"
+            todo = f"convert it (fsdp2kit convert) and give the directory as model.path"
             raise UserError("model.weights", what, todo)
         if model.weights == "random" and config.checkpoint.export_hf != "never":
             what = "'random' with adapters, whose export would be of no use without those random weights"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError, nearest, tool_command
+from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.files import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
@@ -39,19 +39,19 @@ _NO_MODEL: dict[Kind, str] = {
 _INSTEAD: dict[str, dict[Kind, str]] = {
     "model.path": {
         **_NO_MODEL,
-        "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: {dcp_to_hf}",
+        "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: fsdp2kit convert",
         "run": "give its export, model.path = '{path}/hf', or model.weights = one of '{path}/checkpoints/'",
     },
     "model.weights": {
         **_NO_MODEL,
         "model": "set model.path to it, and leave model.weights out",
         "run": "give one of its checkpoints, in '{path}/checkpoints/'",
-        "weights": "convert it first: {hf_to_dcp} '{path}' OUT --config HF_DIR",
+        "weights": "convert it first: fsdp2kit convert '{path}' OUT --config HF_DIR",
         "gguf": "GGUF is not read: set model.path to the directory of the original",
     },
     "model.tokenizer": {"checkpoint": "give '{path}/hf'", "run": "give '{path}/hf'", "rows": _ROWS},
     "model.adapter": {
-        "checkpoint": "give the export of a run with [lora], or make one: {dcp_to_hf}",
+        "checkpoint": "give the export of a run with [lora], or make one: fsdp2kit convert",
         "run": "give its export, '{path}/hf'",
         "weights": "give the directory that holds adapter_config.json",
         "gguf": "give the directory that holds adapter_config.json",
@@ -64,9 +64,9 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
     },
     "models": {
         **_NO_MODEL,
-        "checkpoint": "give '{path}/hf', or convert it: {dcp_to_hf}",
+        "checkpoint": "give '{path}/hf', or convert it: fsdp2kit convert",
         "run": "give its export, '{path}/hf'",
-        "adapter": "merge it into its model first: {dcp_to_hf} --merge",
+        "adapter": "merge it into its model first: fsdp2kit convert --merge",
     },
     "data": {
         "model": f"set model.path to it, and {_ROWS_HERE}",
@@ -83,11 +83,10 @@ _WORDS = {"model.weights": ("pretrained", "random"), "run.resume": ("auto", "nev
 
 def check_paths(config: TrainingConfig) -> None:
     """Refuse a path whose contents are of another kind than its key wants, and a checkpoint that does not exist."""
-    tools = {name: tool_command(name) for name in ("dcp_to_hf", "hf_to_dcp")}
     for key, text, wanted in _paths_of(config):
         instead = _INSTEAD[wanted]
         if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
-            raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text, **tools))
+            raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text))
     if os.path.isfile(config.run.dir):  # noqa: PTH113 (as below)
         raise UserError("run.dir", f"{config.run.dir} is a file", "name a directory, which need not be there yet")
     if "://" in config.run.dir:

@@ -85,7 +85,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Preview:
-    """Everything that `tools/preview.py` shows."""
+    """Everything that `fsdp2kit preview` shows."""
 
     title: str
     pack_numbers: list[int]

@@ -21,7 +21,7 @@ from fsdp2kit.data.packing import furthest_behind, plan_packs, plan_single
 from fsdp2kit.data.sources import Location
 from fsdp2kit.data.tables import iterate_blocks
 from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 
 State = dict[str, Any]  # what JSON can hold
 WINDOW_PACKS = 32  # documents that fill so many packs are packed together
@@ -71,7 +71,7 @@ def iterate_packs(
             empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
-                raise UserError(location.where, what, f"look at the data with {tool_command('preview')}")
+                raise UserError(location.where, what, f"look at the data with fsdp2kit preview")
 
 
 def _pack(

@@ -28,7 +28,7 @@ from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.distributed import World, reduce_numbers
 from fsdp2kit.torch_compat import timeout_of
 
-# Each job's groups by dimension and ranks: a job that builds many meshes (`tools/parity.py`) makes each group once.
+# Each job's groups by dimension and ranks: a job that builds many meshes (`fsdp2kit parity`) makes each group once.
 _GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[str, str], ProcessGroup]] = WeakKeyDictionary()
 
 

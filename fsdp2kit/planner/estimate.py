@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
@@ -156,7 +156,7 @@ class Estimate:
         return (
             f"this will probably not fit: {self.needed / GIB:.1f} GiB are needed of "
             f"{self.device.memory / GIB:.1f}, the largest part {self.blame} "
-            f"({self.parts[self.blame] / GIB:.1f} GiB); {tool_command('plan')} … --fit says what to change"
+            f"({self.parts[self.blame] / GIB:.1f} GiB); fsdp2kit plan … --fit says what to change"
         )
 
 

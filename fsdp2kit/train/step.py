@@ -19,7 +19,7 @@ from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.diagnosis import name_ranks
 from fsdp2kit.distributed import agree, by_mesh, gather_objects, local_part
-from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
+from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.stop import Stopped
@@ -364,4 +364,4 @@ def nonfinite_packs(batch: GlobalBatch, config: TrainingConfig) -> str:
     text = f", in {f'{noun} {packs[0]}' if len(packs) == 1 else f'{noun}s {shown}'}{more} of training"
     if config.data.streaming:
         return text
-    return f"{text} ({tool_command('preview')} {Path(config.run.dir) / 'config.toml'} --rows {shown} shows them)"
+    return f"{text} (fsdp2kit preview {Path(config.run.dir) / 'config.toml'} --rows {shown} shows them)"

@@ -25,7 +25,7 @@ from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig, RunConfig
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError
 from fsdp2kit.events import Events
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
@@ -156,7 +156,7 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
     assert exported == f"exported {path.name} to {out} (bfloat16)"
     assert checkpoints.describe_end(is_over=True) == [f"checkpoint: {path}", f"model: {out}, of {path.name}"]
     checkpoints.can_answer = True
-    assert checkpoints.describe_end(is_over=True)[2] == f'try it: {tool_command("generate")} {out} "…"'
+    assert checkpoints.describe_end(is_over=True)[2] == f'try it: fsdp2kit generate {out} "…"'
     manifest = read_manifest(path)
     assert manifest.identity["data"] == "of the data"
     assert manifest.environment == job.environment
