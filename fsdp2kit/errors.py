@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 _MLFLOW = ("mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic")
 REQUIREMENTS = {

@@ -221,7 +221,7 @@ def load_weights(path: str | Path, model: Any) -> None:
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
             if any(base_name(key) is None for key in shapes):
-                export = f"export it (fsdp2kit convert)"
+                export = "export it (fsdp2kit convert)"
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)

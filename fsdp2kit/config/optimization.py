@@ -51,7 +51,7 @@ class LoraConfig(Section):
             raise UserError("model.freeze", "is set with adapters, which freeze the whole model", "leave it out")
         if model.weights not in ("pretrained", "random"):
             what = "is a checkpoint: an adapter is kept by itself, and peft could not load the model it belongs to"
-            todo = f"convert it (fsdp2kit convert) and give the directory as model.path"
+            todo = "convert it (fsdp2kit convert) and give the directory as model.path"
             raise UserError("model.weights", what, todo)
         if model.weights == "random" and config.checkpoint.export_hf != "never":
             what = "'random' with adapters, whose export would be of no use without those random weights"

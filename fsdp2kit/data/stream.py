@@ -71,7 +71,7 @@ def iterate_packs(
             empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
-                raise UserError(location.where, what, f"look at the data with fsdp2kit preview")
+                raise UserError(location.where, what, "look at the data with fsdp2kit preview")
 
 
 def _pack(
