@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -72,7 +73,13 @@ LONGEST = (
 
 @pytest.fixture(scope="session", autouse=True)
 def _forks_stand_at_the_root() -> None:
-    """Start what processes are forked from before a test goes to a folder that is removed after it."""
+    """Start what processes are forked from before a test goes to a folder that is removed after it.
+
+    They hear signals as in a terminal: a job in the background, or under nohup, begins with some of them ignored.
+    """
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     os.chdir(ROOT)
     forkserver.ensure_running()
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,14 +153,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def in_the_foreground() -> Iterator[None]:
-    """As in a terminal, for a job in the background begins with SIGINT ignored; the ranks inherit it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize(("phase", "ranks", "number", "to"), CASES)
 def test_a_run_that_is_asked_to_stop_goes_on_as_if_it_had_not_been(
     phase: str, ranks: int, number: signal.Signals, to: list[int], tmp_path: Path
@@ -208,7 +199,6 @@ def launch(folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("in_the_foreground")
 def test_ctrl_c_in_an_evaluation_of_launched_ranks_prints_no_traceback(tmp_path: Path) -> None:
     write(tmp_path, "evaluating", is_slow=True)
     process, log = launch(tmp_path, f"run.dir={tmp_path / 'run'}", *options("evaluating"))

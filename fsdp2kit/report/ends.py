@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from fsdp2kit.report.read import RunRecord, Start, seconds_of
@@ -23,7 +24,7 @@ class End:
 def ends_of(run: RunRecord) -> dict[int, End]:
     """The end of each start, by the start's number."""
     found: dict[int, End] = {}
-    for start, later in zip(run.starts, [*run.starts[1:], None], strict=True):
+    for start, later in zip_longest(run.starts, run.starts[1:]):
         events = [event for event in run.events if event["start"] == start.number]
         said = _said(run, start, later, events)
         if said is None:

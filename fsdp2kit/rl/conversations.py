@@ -7,6 +7,7 @@ earlier turns otherwise than the model wrote them is refused: nobody would have 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.contents import Content
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.special import special_tokens
+from fsdp2kit.data.special import SpecialTokens, special_tokens
 from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
@@ -95,7 +96,6 @@ class Conversations(ExitStack):
         """
         super().__init__()
         self._section, self._seq_len, self._tokenizer = config.rollout, config.data.seq_len, tokenizer
-        self._special = special_tokens(tokenizer)
         self.lock = threading.Lock()
         """Held while the tokenizer works: it is not made for several threads."""
         self._environments: Any = None
@@ -204,6 +204,10 @@ class Conversations(ExitStack):
             todo = 'use one that keeps turns as they are, such as "chatml"'
             raise UserError("model.chat_template", f"{what}, so {_KEY} cannot go on after its first turn", todo)
         return ids if ended and ids[0] != stopped_at else ids[1:]
+
+    @functools.cached_property
+    def _special(self) -> SpecialTokens:
+        return special_tokens(self._tokenizer)
 
     def _chat(self, messages: Messages, chat: Mapping[str, Any]) -> Chat:
         return Chat(messages, self._tokenizer, **chat).quoting(self._special, prompt=True)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -342,15 +342,6 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
 # Stopping
 
 
-@pytest.fixture
-def in_the_foreground() -> Iterator[None]:
-    """As in a terminal, for a job in the background begins with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -361,7 +352,6 @@ def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.usefixtures("in_the_foreground")
 def test_a_second_ctrl_c_leaves_at_once() -> None:
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
