@@ -85,9 +85,10 @@ def test_loss_gradient_and_metrics_in_one_process(section: GRPOConfig, updates: 
     loss, parts, found = objective(ours, inputs)
     (loss / batch.supervised_tokens).backward()
     assert parts is None
-    assert loss.item() / batch.supervised_tokens == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    # Terms of both signs, each about 1, add up to some: float32 is some 1e-7 of these terms off, on any processor.
+    assert loss.item() / batch.supervised_tokens == pytest.approx(expected.item(), rel=1e-5, abs=5e-7)
     assert {name: float(value) / batch.supervised_tokens for name, value in found.items()} == pytest.approx(
-        metrics, rel=1e-4, abs=1e-7
+        metrics, rel=1e-4, abs=5e-7
     )
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert distance(mine.grad, other.grad) < 1e-5
