@@ -94,10 +94,10 @@ def run(config: TrainingConfig) -> Finished:
     is_ours = not dist.is_initialized()
     distributed.count_from_now()
     try:
-        with noting_sigusr2(), stop.running(ends_process=distributed.ranks_from_environment()[1] > 1):
+        several = distributed.ranks_from_environment()[1] > 1
+        with noting_sigusr2(), stop.running(ends_process=several), contextlib.suppress(Stopped):
             recipe, config = _recipe_of(config)
-            with contextlib.suppress(Stopped):
-                recipe.main(config)
+            recipe.main(config)
         return _finished(config)
     except UserError:
         raise  # every rank has it
@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin_output()
     options = _parse(arguments)
     if options.check:
+        stop.listen_no_more()  # an interrupted check is no check that passed
         return _check(options.toml, options.overrides, options.world_size)
     if options.nproc > 1:
         from fsdp2kit.launcher import launch  # ranks need not import it

@@ -175,7 +175,7 @@ class StopRequest:
         self._is_announced = True
         if not self._is_told and self.is_first_here():
             if self._is_start and self._received:
-                then = "no step is made yet, so there is nothing to save, and the run ends"
+                then = "the run ends at once, and saves nothing"
             else:
                 then = "what is under way ends where it can, a checkpoint follows, and the run ends"
             again = "; Ctrl-C again interrupts at once" if self._received == "SIGINT" else ""

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     for key in found.needs:
         show(f"to be given, the file does not say it: {key}", file=sys.stderr)
     environment = f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.world_size // found.nodes}"
-    show(f"check it: {environment} python -m fsdp2kit.run {toml} --check", file=sys.stderr)
+    show(f"check it: {environment} fsdp2kit check {toml}", file=sys.stderr)
     return 0
 
 

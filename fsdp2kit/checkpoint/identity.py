@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,13 +145,11 @@ def changed_settings(checkpoint: Path, config: TrainingConfig) -> dict[str, list
     None stands for a key that is not set. {} if the checkpoint has no config. Logins in URLs are hidden, as in the
     config that was saved.
     """
-    saved = checkpoint / "config.toml"
-    try:
-        settings = tomli.loads(saved.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    settings = _settings_of(checkpoint, config)
+    if not settings:
         return {}
-    before = flat(without_idle(settings, type(config)))
-    now = flat(tomli.loads(re.sub(r"(?<=://)[^/\s@'\"]+@", "***@", dump_toml(config))))
+    before = flat(cleaned(settings))
+    now = flat(cleaned(tomli.loads(dump_toml(config))))
     differing = settings_changes(before, now)
     return {key: pair for key, pair in differing.items() if key not in ("run.dir", "run.resume")}
 
@@ -168,12 +165,8 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     Args:
         config, environment: those of this start.
     """
-    manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
-    try:
-        settings = tomli.loads(read_text(saved)) if saved.is_file() else {}
-    except (OSError, ValueError, RecursionError):  # not as a run writes it
-        settings = {}
-    settings = without_idle(settings, type(config))
+    manifest = read_manifest(checkpoint)
+    settings = _settings_of(checkpoint, config)
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
     before, now = cleaned(before), cleaned(now)
     if not settings:  # nothing to compare with
@@ -185,6 +178,16 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     ]
     changed += changes(cleaned(manifest.environment.get("contents", {})), cleaned(environment.get("contents", {})))
     return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
+
+
+def _settings_of(checkpoint: Path, config: TrainingConfig) -> dict[str, Any]:
+    """What the config of a checkpoint sets; nothing if it has none, or none that a run writes."""
+    saved = checkpoint / "config.toml"
+    try:
+        settings = tomli.loads(read_text(saved)) if saved.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return without_idle(settings, type(config))
 
 
 def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

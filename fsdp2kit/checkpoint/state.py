@@ -181,7 +181,7 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
     Collective.
 
     Args:
-        seed: for "random".
+        seed: for "random", and for adapters.
     """
     if section.weights == "random":
         initialize(model, seed=seed)
@@ -190,13 +190,13 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
         assert directory is not None, "check_config refuses pretrained weights without a path"
         with agreement():
             # A model that was made shallower than its source leaves some of the source's tensors over.
-            load_pretrained(model, directory, allow_unexpected="num_hidden_layers" in section.config)
+            load_pretrained(model, directory, allow_unexpected="num_hidden_layers" in section.config, seed=seed)
     else:
         with agreement():
             path = to_path(section.weights)
         load_weights(path, model)
-    with agreement():
-        fill_adapter(model, seed=seed)
+        with agreement():
+            fill_adapter(model, seed=seed)
 
 
 def load_weights(path: str | Path, model: Any) -> None:

@@ -28,6 +28,7 @@ _BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
 _OTHER = "\ue002"  # of Unicode's private use: no content begins with it
 _LITERAL = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")  # a text in a template
 _RENDERED = 16  # turns that are rendered one by one
+_RENDERED_CALLS = 100  # the same, of turns without a content
 _NAMED = ("name", "tool_call_id")
 _TAIL = 16  # characters by which the end of an answer is recognised
 
@@ -398,7 +399,9 @@ def _prefix_spans(chat: Chat, whole: str, special: SpecialTokens, turns: Sequenc
     marks = _marks_of(chat)
     for turn in turns:
         is_between = all(contents[turn - 1 : turn] + contents[turn + 1 : turn + 2])
-        kind = tuple(marks[max(turn - 1, 0) : turn + 2]) if is_between else turn
+        # What a turn without a content adds can only be told from its calls where it is rendered.
+        is_sure = is_between and (contents[turn] is not None or len(turns) > _RENDERED_CALLS)
+        kind = tuple(marks[max(turn - 1, 0) : turn + 2]) if is_sure else turn
         kinds.setdefault(kind, []).append(turn)
     tried = sorted({alike[at] for alike in kinds.values() for at in (0, len(alike) // 2, -1)})
     spans = {turn: _prefix_span(chat, whole, special, turn, is_last=turn == turns[-1]) for turn in tried}
@@ -477,18 +480,28 @@ def _spans_alike(
                     text = text.replace(name, new)
         return text
 
+    def around(turn: int, span: Span) -> tuple[str, str]:
+        """What the span adds to the turn's content, before and after it."""
+        content = contents[turn]
+        return (whole[span[0] : content[0]], whole[content[1] : span[1]]) if content else ("", "")
+
     origin = alike[0]
     begin, end = room(origin)
     if not begin <= first[0] <= first[1] <= end:
         return {}
     before, after = whole[begin : first[0]], whole[first[1] : end]
+    added = around(origin, first)
     found = {}
     for turn in alike:
         begin, end = room(turn)
         head, tail = named(before, origin - 1, turn - 1), named(after, origin + 1, turn + 1)
         is_wide = end - begin >= len(head) + len(tail)
-        if is_wide and whole.startswith(head, begin) and whole.endswith(tail, begin, end):
-            found[turn] = begin + len(head), end - len(tail)
+        if not (is_wide and whole.startswith(head, begin) and whole.endswith(tail, begin, end)):
+            continue
+        span = (begin + len(head), end - len(tail))
+        # Within the span, too, nothing else may stand beside the content.
+        if around(turn, span) == added:
+            found[turn] = span
     return found
 
 

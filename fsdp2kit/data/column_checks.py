@@ -61,7 +61,7 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
         if is_variable and _kwargs(row).get(name) != value:
             what = f"{name!r} is also a variable of the chat template, which is not given it"
             raise _refusal(row, what, f'write it as chat_template_kwargs: {{"{name}": …}}', name)
-        near = _near_miss(section.format, name, read)
+        near = _near_miss(name, read)
         may_be_meant = _is_text(value) if near in _TEXTS else _is_list(row, name, value)
         if near is not None and may_be_meant and _is_empty(row.all.get(near)):
             raise _refusal(row, f"{name!r} is not read; did you mean {near!r}?", f"rename it to {near}", name)
@@ -76,7 +76,7 @@ def _suspects(
         name
         for name in names
         if name in WEIGHTS
-        or (name not in read and (name in variables or _refusals_of(kind, name) or _near_miss(kind, name, read)))
+        or (name not in read and (name in variables or _refusals_of(kind, name) or _near_miss(name, read)))
     )
 
 
@@ -123,7 +123,7 @@ def _refusals_of(kind: DataFormat, name: str) -> tuple[Refused, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _near_miss(kind: DataFormat, name: str, read: frozenset[str]) -> str | None:
+def _near_miss(name: str, read: frozenset[str]) -> str | None:
     """The optional column of a format that a name most likely misspells."""
     letters = _letters(name)
     for other in sorted(read - _REQUIRED):

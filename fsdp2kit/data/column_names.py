@@ -33,7 +33,7 @@ MASKS = (
 # Weights of tokens or messages: read like a mask where they are lists, since 0 and 1 are one.
 WEIGHTS = ("loss_weights", "token_weights", "loss_scale")  # ms-swift's is the last
 # Where the documents of a packed row of tokens begin.
-POSITIONS = ("position_ids", "input_pos")  # transformers, TRL; torchtune. They restart at 0
+POSITIONS = ("position_ids", "input_pos", "inputs_position")  # transformers, TRL; torchtune; MaxText. From 0
 LENGTHS = (
     "seq_lengths",  # TRL
     "seq_lens",  # torchtune
@@ -64,6 +64,8 @@ NUMBERS = (
     "sample_ids",
     "example_ids",
     "seq_idx",  # transformers, for Mamba
+    "inputs_segmentation",  # MaxText
+    "segments",
 )
 # The former name of `tools`: schemas without {"type": "function", "function": …} around them.
 FUNCTIONS = "functions"
@@ -149,6 +151,23 @@ REFUSED = (
         "drop such rows",
     ),
     Refused(
+        (
+            "masked",
+            "is_masked",
+            "mask",
+            "masks",
+            "turn_mask",
+            "turn_weights",
+            "message_weights",
+            "train_turns",
+            "token_mask",
+        ),
+        ("chat",),
+        "list",
+        "may say which messages are learnt, and is not read here",
+        "call it loss_mask: 1 for each message to learn, 0 for the others",
+    ),
+    Refused(
         ("margin",),  # TRL's reward models
         ("preference",),
         "given",
@@ -194,6 +213,12 @@ REFUSED = (
             "response_ids",
             "answer_ids",
             "target_ids",
+            "targets",
+            "target",
+            "label_ids",
+            "is_target",
+            "sft_mask",
+            "inputs_mask",
             "decoder_input_ids",
             "shift_labels",
             "shifted_labels",

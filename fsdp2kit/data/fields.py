@@ -57,7 +57,9 @@ FLAGS = (
 _OPPOSITE = "masked"
 _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 # A field of another name that a tool may take for such a flag.
-_LIKE_A_FLAG = re.compile(r"mask|loss|train|learn|supervis|weight", re.IGNORECASE)
+_LIKE_A_FLAG = re.compile(
+    r"mask|loss|train|learn|supervis|weight|ignore|skip|exclude|context_only|is_context|is_target", re.IGNORECASE
+)
 
 # What a part may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
 MEDIA = ("image", "video", "audio")
@@ -111,6 +113,9 @@ _THOUGHT_PAIRS = [
     ("<seed:think>", "</seed:think>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 ]
+OPENING = _THOUGHT_PAIRS[0][0]
+"""Begins a thought; a generation prompt may open it."""
+CLOSING = _THOUGHT_PAIRS[0][1]
 _FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
 
 
@@ -128,6 +133,8 @@ def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
     if "from" in message and "role" not in message:
         role = message.pop("from")
         content = message.pop("value", None)
+        if content is not None and message.get("content") not in (None, "", content):
+            raise UserError(where, f"{name} has value and content, which differ", "leave one of them out")
         is_call = role in CALL_ROLES
         message = {"role": ROLES.get(role, role) if isinstance(role, str) and not is_call else role, **message}
         if content is not None:
@@ -277,16 +284,12 @@ def shortened(value: Any) -> str:
 def thought_in(content: str) -> tuple[str, str] | None:
     """The thought that a content begins with and what follows it; None without one."""
     text = content.lstrip()
-    if text[:1] not in _FIRST and _THOUGHT_PAIRS[0][1] not in text:  # most contents have none
+    if text[:1] not in _FIRST:  # most contents have none
         return None
     for opening, closing in _THOUGHT_PAIRS:
         before, found, rest = text.partition(closing)
         if found and before.startswith(opening):
             return before[len(opening) :].strip(), rest.lstrip()
-    opening, closing = _THOUGHT_PAIRS[0]
-    before, found, rest = text.partition(closing)
-    if found and opening not in before:  # a prompt opened it
-        return before.strip(), rest.lstrip()
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools, same_at_start
 from fsdp2kit.data.column_names import FUNCTIONS, MASKS, WEIGHTS
+from fsdp2kit.data.fields import FLAGS
 from fsdp2kit.data.rows import Row, load_json, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
@@ -409,12 +410,12 @@ class Columns:
             self["loss_mask"]  # required
             names = [self.section.column("loss_mask")]
         else:
-            names = [name for name in (*MASKS, *WEIGHTS) if self.all.get(name) is not None]
+            names = [name for name in (*MASKS, *WEIGHTS, *FLAGS) if self.all.get(name) is not None]
         found = {}
-        for name in names:
+        for name in dict.fromkeys(names):
             value = self.from_json(name)
-            if name in WEIGHTS and not isinstance(value, list):
-                continue  # a weight of the whole row is no mask
+            if name not in MASKS and not isinstance(value, list) and not self.is_named("loss_mask"):
+                continue  # it speaks of the whole row, and is no mask
             found[name] = _zeros_and_ones(value, name, self.where)
             if len(value) != count:
                 what = f"{name} has {len(value)} entries for {count} {items}"

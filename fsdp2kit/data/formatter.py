@@ -37,6 +37,7 @@ def formatted(function: str, columns: dict[str, Any], where: str) -> dict[str, A
     except Exception as error:  # the user's code may raise anything
         what = f"data.formatter {_name_of(function)} raised {_described(error)}"
         raise UserError(where, what, "mend the function, or the row") from None
+    made = _plain(made)
     if isinstance(made, str):
         return {"text": made}
     if isinstance(made, list):
@@ -46,6 +47,15 @@ def formatted(function: str, columns: dict[str, Any], where: str) -> dict[str, A
         todo = f"{_RETURN}; rows to be left out are left out of the data"
         raise UserError(where, f"data.formatter {_name_of(function)} returned {kind}", todo)
     return made
+
+
+def _plain(value: Any) -> Any:
+    """Tuples, arrays and their numbers as lists and Python's own numbers, which a file of rows would hold."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def formatter_digest(function: str) -> str:

@@ -369,6 +369,8 @@ def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Ite
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         header = next(reader, [])
+        if twice := [name for name in header if header.count(name) > 1]:
+            raise UserError(f"{file}:1", f"the header names {twice[0]!r} twice", "give each column a name of its own")
         line = reader.line_num
         for number, cells in enumerate(reader, start=1):
             where, line = f"{file}:{line + 1}", reader.line_num

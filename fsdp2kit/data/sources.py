@@ -37,6 +37,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.)")
 _END = r"(-?(\d+|(\d\d?|100)%))?"  # of a slice
 _SPLIT = re.compile(rf"[^\[\]+]+(\[{_END}:{_END}\])?")  # a name, perhaps with a slice
 
@@ -395,11 +396,24 @@ def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str
     if not chosen:
         known = ", ".join(sorted({name for name in split_of.values() if name}))
         raise UserError(where, f"there is no split {asked!r}", f"the folder has: {known}")
+    _check_shards(chosen, where)
     return chosen
 
 
+def _check_shards(files: list[str], where: str) -> None:
+    """Refuse ``train-00000-of-00003`` and ``…-00002-of-00003`` without the one between."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if found := _SHARD.search(file):
+            sets.setdefault((file[: found.start()], int(found["count"])), set()).add(int(found["number"]))
+    for (name, count), numbers in sets.items():
+        if missing := set(range(count)) - numbers:
+            what = f"{PurePosixPath(name).name} has {len(numbers)} of {count} files; number {min(missing)} is missing"
+            raise UserError(where, what, "fetch it again, or give a pattern that names the files to read")
+
+
 def _split_of(relative: str) -> str | None:
-    words = re.split(r"[^a-z0-9]+", relative.lower())
+    words = re.split(r"[^a-z]+", relative.lower())  # `datasets` takes digits for separators, too
     return next((name for name, synonyms in _SPLITS.items() if any(word in synonyms for word in words)), None)
 
 

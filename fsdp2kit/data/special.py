@@ -11,6 +11,7 @@ tokens of the rendered text are then the template's own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -23,7 +24,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fsdp2kit.data.fields import ROLES, STANDARD_ROLES
+from fsdp2kit.data.template import Template
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import stop_tokens
 
@@ -106,28 +107,35 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     named = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str | AddedToken)}
     template = tokenizer.chat_template or ""
     source = "\n".join(template.values()) if isinstance(template, dict) else template
-    guarded = {text for text in texts if text in stops or text in named.values() or _is_written(text, source)}
+    guarded = {text for text in texts if text in stops or text in named.values()}
+    guarded |= _written(tokenizer, source, tuple(sorted(texts)))
     return SpecialTokens(_longest_first(texts), _longest_first(stops), eos, frozenset(guarded))
 
 
-def _is_written(text: str, source: str) -> bool:
-    """Whether a template writes a special token, as it stands or put together with a role: ``'<|' + role + '|>'``."""
-    if text in source:
-        return True
-    for role in (*STANDARD_ROLES, *ROLES):
-        before, found, after = text.partition(role)
-        if found and _ends_a_text(before, source) and _begins_a_text(after, source):
-            return True
-    return False
+_USER = {"role": "user", "content": "a"}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "b", "arguments": {"c": "d"}}}
+# What templates write special tokens around: every role, a call and its result.
+_PROBES: list[list[dict[str, Any]]] = [
+    [_USER],
+    [{"role": "system", "content": "e"}, _USER],
+    [_USER, {"role": "assistant", "content": "f"}, _USER],
+    [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "b", "tool_call_id": "call00000", "content": "g"},
+    ],
+]
 
 
-def _ends_a_text(part: str, source: str) -> bool:
-    """Whether a text of a template ends so: a quoted one, or what stands before an expression."""
-    return re.search(rf"{re.escape(part)}(?:['\"]|\s*\{{\{{)", source) is not None
-
-
-def _begins_a_text(part: str, source: str) -> bool:
-    return re.search(rf"(?:['\"]|\}}\}})\s*{re.escape(part)}", source) is not None
+@functools.lru_cache(maxsize=4)
+def _written(tokenizer: Any, source: str, texts: tuple[str, ...]) -> frozenset[str]:
+    """The special tokens that a chat template writes: as they stand in it, or put together with a role."""
+    found = {text for text in texts if text in source}
+    for messages in _PROBES if source else ():
+        with contextlib.suppress(UserError):  # it may not take the role, or only objects or JSON as arguments
+            rendered = Template(tokenizer, tools=None, variables={}, where="model.chat_template").render(messages)
+            found |= {text for text in texts if text in rendered}
+    return frozenset(found)
 
 
 def _longest_first(texts: set[str]) -> tuple[str, ...]:

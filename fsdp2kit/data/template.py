@@ -25,7 +25,9 @@ from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.bounds import Unbounded, bounded, bounds
 from fsdp2kit.data.day import dated
 from fsdp2kit.data.fields import (
+    CLOSING,
     FLAGS,
+    OPENING,
     PLAIN,
     REASONING,
     ROLES,
@@ -44,6 +46,7 @@ from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
 from fsdp2kit.errors import UserError
 
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
+_SURE = 32  # letters of a text that does not stand in another one by chance
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
 _TODO = "set model.chat_template to a template that renders it, or take it out of the data"
@@ -185,7 +188,8 @@ class Template:
     ) -> tuple[list[Message], str]:
         """The messages and their text, which shows each text that they say.
 
-        A thought that the template cuts out of a content is moved to ``reasoning_content`` if it renders that.
+        A text that is shown whole stays as it is. A thought that the template cuts out of a content, or writes behind
+        an empty one of its own, is moved to ``reasoning_content`` if it renders that.
 
         Args:
             learnt: indices of the turns that are learnt. Thoughts of the others may be left out.
@@ -196,23 +200,35 @@ class Template:
         """
         text = self.render(messages, prompt=prompt)
         said = said_in(messages, learnt)
-        is_whole = shows_all(text, said)
+        is_whole = self._shows(messages, text, said, prompt=prompt)
         moved = self._thoughts_moved(messages, learnt)
         if moved is not messages:
             other = next(self._texts(moved, prompt=prompt, keep_case=True), "")
-            # A template that writes both alike is left to write the content as it stands.
-            if not (is_whole and squeezed(other) == squeezed(text)) and shows_all(other, said_in(moved, learnt)):
+            # Of a whole text no letter may change: only an empty thought around it goes.
+            is_same = shows_all(other, said) and len(squeezed(other)) < len(squeezed(text))
+            if (is_same or not is_whole) and self._shows(moved, other, said_in(moved, learnt), prompt=prompt):
                 return moved, other
-        if not is_whole:
-            for one in self._hidden(messages, said, prompt=prompt):
-                raise self._left_out(messages, one)
+        if is_whole:
+            return messages, text
+        for one in self._hidden(messages, said, prompt=prompt):
+            raise self._left_out(messages, one)
         return messages, text
+
+    def _shows(self, messages: list[Message], text: str, said: Sequence[Said], *, prompt: bool) -> bool:
+        """Whether the messages' text shows all that they say.
+
+        A short thought may stand in it by chance, so it is tried.
+        """
+        if not shows_all(text, said):
+            return False
+        short = [one for one in said if one.path[0] in REASONING and len(one.text.strip()) < _SURE]
+        return not short or next(self._hidden(messages, short, prompt=prompt), None) is None
 
     def _thoughts_moved(self, messages: list[Message], learnt: Sequence[int]) -> list[Message]:
         """The messages with the thoughts that learnt contents begin with as a field, by the template's name for it."""
         for at in learnt:
             content = messages[at].get("content")
-            found = thought_in(content) if isinstance(content, str) else None
+            found = self._thought_in(messages, at, content) if isinstance(content, str) else None
             lacks_field = (*self._kind, "no reasoning", "tool_calls" in messages[at])
             if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
                 continue
@@ -225,6 +241,15 @@ class Template:
             except UserError:
                 self._answers[lacks_field] = True
         return messages
+
+    def _thought_in(self, messages: list[Message], at: int, content: str) -> tuple[str, str] | None:
+        """The thought that a content begins with, also where the generation prompt opens it, and what follows it."""
+        found = thought_in(content)
+        if found is None and CLOSING in content and OPENING not in content:
+            asked = next(self._texts(messages[:at], prompt=True), "")
+            if asked.rstrip().endswith(OPENING):
+                found = thought_in(OPENING + content)
+        return found
 
     def _hidden(self, messages: list[Message], said: Sequence[Said], *, prompt: bool = False) -> Iterator[Said]:
         """Those of the texts that the template leaves out, found by trials: marks are put into them.

@@ -53,15 +53,18 @@ _BLOCK = 1 << 22  # elements
 
 
 def load_pretrained(
-    model: PreTrainedModel, directory: str | Path | None = None, *, allow_unexpected: bool = False
+    model: PreTrainedModel, directory: str | Path | None = None, *, allow_unexpected: bool = False, seed: int = 0
 ) -> None:
     """Fill a materialised (sharded) model from the safetensors of a Hugging Face directory, in place.
+
+    Adapters on it get the values of ``model.adapter``, or peft's first ones. Collective where there are adapters.
 
     Args:
         model: parameters and persistent buffers are DTensors or plain tensors of any floating-point dtype.
         directory: holds ``model.safetensors``, or several files with their index. Default: that of the ``model.path``
             from which `build_model` made it.
         allow_unexpected: accept tensors in the files that the model has no use for (a cut depth, say).
+        seed: of the adapters' first values.
 
     Raises:
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
@@ -93,6 +96,7 @@ def load_pretrained(
                 except SafetensorError as error:
                     raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
                 bar.advance(local_part(targets[name][0]).nbytes)
+    fill_adapter(model, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -295,7 +299,7 @@ def _some(names: list[str]) -> str:
 
 
 def initialize(model: PreTrainedModel, *, seed: int) -> None:
-    """Fill a materialised (sharded) model with random values that depend on the seed and on names alone.
+    """Fill a materialised (sharded) model, and adapters on it, with values that depend on the seed and on names alone.
 
     The distribution is the model's own (``_init_weights``), the same on any mesh. Every rank calls it with the
     same seed.
@@ -331,6 +335,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
                 _copy_part(target, values[key])
         done = {id(value) for value in values.values()}
         part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor, recurse=recurse)
+    fill_adapter(model, seed=seed)
 
 
 def _seed_by_name(seed: int, name: str) -> None:

@@ -29,9 +29,12 @@ def cause_of_failure(errors: Path, *, since: float = 0.0, until: float = math.in
     """
     found = []
     for path in sorted(errors.glob("rank-*.txt")):
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LARGEST))
-            text = file.read().decode("utf-8", errors="replace")
+        try:
+            with open_regular(path) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LARGEST))
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError:  # a pipe, say, that is none of the run's files
+            continue
         headers = list(_HEADER.finditer(text))
         for header, after in zip(headers, [*headers[1:], None], strict=True):
             if not int(since) <= _seconds(header["time"]) < until:  # times there are whole seconds, cut off

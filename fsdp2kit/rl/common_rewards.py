@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REQUIREMENTS = {"math_verify": "math-verify>=0.9", "jsonschema": "jsonschema>=4.20"}
+REQUIREMENTS = {"math_verify": "math-verify>=0.9", "jsonschema": "jsonschema>=4.20", "referencing": "jsonschema>=4.20"}
 """What pip installs for a module."""
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"

@@ -60,6 +60,8 @@ class Prompts:
     contents: Mapping[str, Content] = field(default_factory=dict)
     """By TOML key, each set of rows that was read."""
     warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    """What was done with the rows, a line each."""
     """What a person should look at before training."""
 
     @property
@@ -102,6 +104,7 @@ class Prompts:
             f"an epoch: {self.steps_per_epoch:.1f} steps; a batch of rollouts: {counted(self.per_round, 'prompt')}",
             *held_out,
             *(f"warning: {text}" for text in self.warnings),
+            *self.notes,
         ]
 
 
@@ -146,7 +149,8 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
     trained_on = RowSet(section, "data.path")
     warnings: list[str] = []
-    prompts, dropped = _read_set(trained_on, config, tokenizer, warnings)
+    notes: list[str] = []
+    prompts, dropped = _read_set(trained_on, config, tokenizer, warnings, notes)
     contents = {trained_on.key: _content_of(trained_on, prompts, dropped)}
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
@@ -155,7 +159,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         [(kept, out)] = hold_out([keys], evaluation.split, names=[f"{trained_on.key}: {section.path}"])
         prompts, held_out = [prompts[at] for at in kept], [prompts[at] for at in out]
     for one in held_out_sets(config) if config.evaluates else []:
-        found, long = _read_set(one, config, tokenizer, warnings)
+        found, long = _read_set(one, config, tokenizer, warnings, notes)
         held_out += found
         contents[one.key] = _content_of(one, found, long)
     most = evaluation.steps * train.global_batch_size if evaluation.steps else None
@@ -176,6 +180,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         held_out_fingerprint=own[0] if own and len(asked) == len(held_out) else digest_of(asked),
         contents=contents,
         warnings=warnings,
+        notes=notes,
     )
 
 
@@ -192,12 +197,12 @@ def _content_of(one: RowSet, prompts: Sequence[Prompt], dropped: int) -> Content
 
 
 def _read_set(
-    one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase, warnings: list[str]
+    one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase, warnings: list[str], notes: list[str]
 ) -> tuple[list[Prompt], int]:
     """The prompts that leave room for a response, and the number of those that were dropped.
 
     Args:
-        warnings: what a person should know of the rows is added here.
+        warnings, notes: what a person should know of the rows, and what was done with them, is added here.
     """
     section: Any = one.section
     findings = Findings()
@@ -205,6 +210,7 @@ def _read_set(
     rows = list(RowReader(locate(section, one.key, cache=Cache(Path(config.run.dir))), download=True))
     prompts = encode_prompts(rows, section, tokenizer, findings=findings)
     warnings += findings.warnings(one.key, lambda number: rows[number].where)
+    notes += findings.notes(one.key)
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if len(short) < len(prompts) and (section.overlong == "error" or not short):
         at, long = next((at, prompt) for at, prompt in enumerate(prompts) if len(prompt.ids) > room)

@@ -240,7 +240,8 @@ class Server(VersionedWeights):
 
     def _note_socket(self, event: str, info: dict[str, Any]) -> None:
         """Called by httpx with what a request goes through; keep its socket, for `_break_off`."""
-        if event == "connection.connect_tcp.complete":
+        # TLS takes the socket over.
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._lock:
                 self._sockets = {one for one in self._sockets if one.fileno() >= 0}  # others are closed
                 self._sockets.add(info["return_value"].get_extra_info("socket"))

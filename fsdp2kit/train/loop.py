@@ -284,7 +284,7 @@ class _Loop:
     def _finish_record(self, record: dict[str, Any]) -> None:
         """Log the step whose evaluation was left in the start before, with that evaluation. Collective."""
         self.run.progress = replace(self.run.progress, unevaluated=None)
-        self._log(record, evaluates=True)
+        self._log(record, evaluates=True, is_completed=True)
         is_best = self.config.eval.keeps_best and self.run.progress.best_step == self.run.progress.step
         if self.is_over or is_best:
             stop.begin_to_change()
@@ -321,7 +321,9 @@ class _Loop:
     def _note_stop(self, asked: StopRequest) -> None:
         """Say who was asked, and how. Collective."""
         reasons = gather_objects(asked.reason)
-        others = [f"{reason} on rank {rank}" for rank, reason in enumerate(reasons) if reason is not None]
+        named = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+        # A rank that was told names the one that was asked.
+        others = [one if " on rank " in one else f"{one} on rank {rank}" for rank, one in named.items()]
         where = asked.reason or next(iter(others), "by the recipe")
         self.metrics.message(f"asked to stop ({where}) after step {self.run.progress.step}")
         self.metrics.events.record("stop", step=self.run.progress.step, reason=where)
@@ -399,7 +401,7 @@ class _Loop:
         steps = getattr(self.batches, "steps_per_epoch", 0)
         return {"epoch": self.run.progress.step / steps} if steps else {}
 
-    def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
+    def _log(self, line: dict[str, Any], *, evaluates: bool, is_completed: bool = False) -> None:
         if not evaluates or self.evaluate is None:
             self.metrics.log(line)
             return
@@ -407,11 +409,12 @@ class _Loop:
         try:
             figures = self.evaluate()
         except Stopped:  # a part of an evaluation is none: it is done again, and then the step is logged
-            self.run.progress = replace(self.run.progress, unevaluated=self.metrics.completed(line))
+            record = line if is_completed else self.metrics.completed(line)
+            self.run.progress = replace(self.run.progress, unevaluated=record)
             return
         if (objective := getattr(self.evaluate, "objective", None)) is not None:
             self.metrics.shown = objective.shown
-        self.metrics.log({**line, **figures})
+        self.metrics.log({**line, **figures}, is_completed=is_completed)
         min_delta, by = self.config.eval.min_delta, self.measured_by
         self.run.progress = self.run.progress.after_evaluation(figures["eval_loss"], min_delta=min_delta, by=by)
         with contextlib.suppress(Stopped):  # samples without some of the answers are not written

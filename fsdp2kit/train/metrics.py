@@ -115,9 +115,13 @@ class Metrics:
         self.wandb_id = wandb_id
         """Id of the wandb run, for the checkpoint; None without one."""
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Log one step; ``step`` is required, docs/runs.md has the other keys. The file adds ``time``."""
-        completed = self.completed(record)
+    def log(self, record: Mapping[str, Any], *, is_completed: bool = False) -> None:
+        """Log one step; ``step`` is required, docs/runs.md has the other keys. The file adds ``time``.
+
+        Args:
+            is_completed: whether `completed` has been asked for it already, perhaps in the start before.
+        """
+        completed = dict(record) if is_completed else self.completed(record)
         shown = [key for key in completed if key not in record and "/" not in key]
         record = completed
         if self._records is not None:

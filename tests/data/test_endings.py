@@ -202,6 +202,14 @@ def test_special_tokens_that_no_template_writes_are_the_datas_own() -> None:
             assert ids == usual
 
 
+@pytest.mark.parametrize("made", ["'<|%s|>' % message['role']", "'<|{}|>'.format(message['role'])"])
+def test_a_token_that_a_template_makes_of_a_role_is_its_own(made: str) -> None:
+    tokenizer: Any = make_tokenizer(WITH_ROLES.replace("'<|' + message['role'] + '|>'", made))
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    ids, _ = encode_chat(turns("Hi.", "A turn begins with <|user|> here."), tokenizer)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1
+
+
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"gpt_oss"}))
 def test_special_tokens_are_the_templates_alone(name: str, marked: bool) -> None:
@@ -320,6 +328,20 @@ def test_a_turn_that_is_rendered_otherwise_among_many_is_refused() -> None:
     )
     with pytest.raises(UserError, match=r"messages\[41\] differently"):
         encode_chat(conversation(80), make_tokenizer(template))
+
+
+def test_what_a_template_adds_to_some_turns_alone_is_not_learnt() -> None:
+    """Before a question, or from one turn to a later one."""
+    before = "{% if message['role'] == 'user' and loop.index0 and loop.index0 % 10 == 0 %}Remember!\n{% endif %}"
+    reminder = templates.CHATML.replace(
+        "{{ '<|im_start|>' + message['role']", before + "{{ '<|im_start|>' + message['role']"
+    )
+    assert reminder != templates.CHATML
+    tokenizer = make_tokenizer(reminder)
+    messages = turns(*[f"text {at}" for at in range(48)])
+    assert learnt(tokenizer, messages) == "".join(f"text {at}<|im_end|>" for at in range(1, 48, 2))
+    ids, _ = encode_chat(messages, tokenizer)
+    assert tokenizer.decode(ids).count("Remember!") == 4
 
 
 def test_long_conversations_of_calls() -> None:

@@ -229,6 +229,15 @@ def test_a_list_of_marks_for_a_row() -> None:
         return learnt_text(tokenizer, *encode_rows(rows, DataConfig(format="chat"), tokenizer)[0])
 
     assert learnt_of(marked_talk({}, {}), [0, 0, 0, 1]) == "Answer 1.<|im_end|>"
+    for name in ("train", "trainable", "train_on_turn", "learn", "supervised", "loss"):
+        row = Row({"messages": marked_talk({}, {}), name: [0, 0, 0, 1]}, "x.jsonl:7")
+        ids, mask = encode_rows([row], DataConfig(format="chat"), tokenizer)[0]
+        assert learnt_text(tokenizer, ids, mask) == "Answer 1.<|im_end|>", name
+    for name in ("mask", "masked", "turn_weights"):
+        with pytest.raises(UserError, match=f"{name}.* may say which messages are learnt"):
+            encode_rows(
+                [Row({"messages": marked_talk({}, {}), name: [0, 1, 0, 1]}, "x")], DataConfig(format="chat"), tokenizer
+            )
     assert learnt_of(marked_talk({}, {}), [0, True, 0, False]) == "Answer 0.<|im_end|>"
     with pytest.raises(UserError, match="loss_mask has 3 entries for 4 messages"):
         learnt_of(marked_talk({}, {}), [0, 0, 1])
@@ -280,6 +289,12 @@ def test_nothing_of_the_marks_reaches_the_template() -> None:
     assert '{"role": "assistant", "content": "Answer 1."}' in tokenizer.decode(ids)
     reading = templates.CHATML.replace("message['content']", "(message.weight | string) + message['content']")
     assert learnt(made(reading), marked_talk({"weight": 1})) == "1Answer 0.<|im_end|>"
+
+
+def test_a_turn_that_says_two_things_is_refused() -> None:
+    both = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "x", "content": "a longer answer"}]
+    with pytest.raises(UserError, match=r"messages\[1\] has value and content, which differ"):
+        check_messages(both, "x.jsonl:7")
 
 
 def sharegpt(*turns: tuple[str, Any]) -> list[dict[str, Any]]:

@@ -456,3 +456,27 @@ def test_a_pattern_looks_into_linked_directories_and_past_dangling_links(tmp_pat
     assert read(f"{tmp_path}/data/*/x.jsonl") == 2 * ROWS
     assert read(f"{tmp_path}/data/a/*.jsonl") == read(tmp_path / "data" / "a") == ROWS
     locate(DataConfig(path=f"{tmp_path}/data/a")).digest()
+
+
+# Splits and shards
+
+
+def test_a_digit_ends_a_splits_name_as_in_datasets(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "train2.jsonl"):
+        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n')
+    found = sorted(row.parse()["text"] for row in RowReader(locate(DataConfig(path=str(tmp_path)))))
+    assert found == sorted(datasets.load_dataset(str(tmp_path), split="train")["text"])
+    assert len(found) == 2
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    for number in (0, 2):
+        (tmp_path / f"train-0000{number}-of-00003.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(UserError, match="train has 2 of 3 files; number 1 is missing"):
+        locate(DataConfig(path=str(tmp_path)))
+
+
+def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match="a.csv:1: the header names 'text' twice"):
+        list(RowReader(locate(DataConfig(path=str(tmp_path / "a.csv")))))

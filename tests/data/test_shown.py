@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.chat import TrainOn
 from fsdp2kit.errors import UserError
 from tests.data.families import tokenizer_of
@@ -102,10 +103,15 @@ def test_a_thought_that_the_template_renders_as_a_field_is_learnt() -> None:
     assert text_of(FIELD, THOUGHT, THOUGHT).count(expected) == 2
 
 
+@pytest.mark.parametrize("opening", ["<think>", "<reasoning>", "<analysis>", "In this format "])
+def test_a_text_that_is_shown_whole_stays_as_it_is(opening: str) -> None:
+    closing = opening.replace("<", "</") if opening.startswith("<") else "</think>"
+    answer = f"{opening}two and two{closing}\n<answer>4</answer>"
+    for tokenizer in (tokenizer_of("gpt_oss"), made((TEMPLATES / "chatml.jinja").read_text())):
+        assert answer in spoken(tokenizer, *encode_chat(talk(answer), tokenizer))
+
+
 def test_a_thought_goes_where_the_model_thinks() -> None:
-    tokenizer = tokenizer_of("gpt_oss")
-    apart = talk({"content": "It is 4.", "thinking": "Add two and two."})
-    assert encode_chat(talk(THOUGHT), tokenizer) == encode_chat(apart, tokenizer)
     tokenizer = tokenizer_of("qwen3")
     text = spoken(tokenizer, *encode_chat(talk(THOUGHT), tokenizer))
     assert text.endswith(f"«{THOUGHT}<|im_end|>»\n")

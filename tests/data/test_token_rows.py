@@ -208,3 +208,10 @@ def test_a_row_of_tokens_is_held_out_whole(tokenizer) -> None:
     keys = table["key"].to_numpy().reshape(50, 2)
     assert (keys[:, 0] == keys[:, 1]).all()
     assert len(encode_rows(rows, TOKENS, tokenizer)) == 100
+
+
+@pytest.mark.parametrize("name", ["targets", "target", "label_ids", "sft_mask", "is_target"])
+def test_other_names_of_what_is_learnt_are_refused(name: str) -> None:
+    row = Row({"input_ids": [5, 6, 7], name: [-100, 6, 7]}, "x.jsonl:1")
+    with pytest.raises(UserError, match=f"^x.jsonl:1: '?{name}"):
+        encode_rows([row], DataConfig(format="tokens"), make_tokenizer(None))

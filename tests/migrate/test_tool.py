@@ -171,7 +171,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert tomli.loads(text)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M"
     assert "path" not in tomli.loads(text)["data"]
     assert "to be given, the file does not say it: data.path=FILE" in done.stderr.splitlines()
-    assert "check it: WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 python -m fsdp2kit.run mine.toml --check" in done.stderr
+    assert "check it: WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 fsdp2kit check mine.toml" in done.stderr
 
 
 @pytest.mark.parametrize(

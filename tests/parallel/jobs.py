@@ -112,7 +112,7 @@ class Recorder(Metrics):
         self.messages: list[str] = []
         self._on_log = on_log
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Mapping[str, Any], **_: Any) -> None:
         self.records.append(dict(record))
         self._on_log(dict(record))
 

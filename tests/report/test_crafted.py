@@ -59,8 +59,7 @@ def test_a_pipe_for_a_lock_or_a_traceback_is_not_waited_for(tmp_path: Path) -> N
     assert read_run(run).state == "killed"
     (run / "errors").mkdir()
     os.mkfifo(run / "errors" / "rank-0.txt")
-    with pytest.raises(UserError, match=r"rank-0\.txt: cannot be read"):
-        read_run(run)
+    assert read_run(run).state == "killed"  # a pipe is none of the run's files
 
 
 def test_links_to_regular_files_are_read(tmp_path: Path) -> None:

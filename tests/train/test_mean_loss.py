@@ -202,3 +202,29 @@ def test_a_batch_that_is_none_is_refused(tmp_path: Path) -> None:
     for arguments, where in wrong:
         with pytest.raises(UserError, match=where):
             mean_loss(*arguments)
+
+
+def test_adapters_get_their_first_values_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """peft's: B is zero, so the model begins as it was."""
+    settings = {
+        "recipe": "pretrain",
+        "model": {"path": str(demo_model_dir(tmp_path / "tiny", dtype=torch.float32))},
+        "fsdp": {"param_dtype": "float32"},
+        "lora": {"rank": 4},
+    }
+    config = fk.load_config(settings)
+    mesh = fk.build_mesh(config.mesh, config.fsdp, world=start())
+    losses = []
+    for fill in (fk.load_pretrained, lambda model: fk.initialize(model, seed=0)):
+        model = fk.build_model(config.model, lora=config.lora)
+        plan = fk.plan_parallel(model, config, mesh.sizes, mesh.device.type)
+        fk.parallelize_model(model, plan, mesh=mesh)
+        fill(model)
+        adapted = {name: tensor.full_tensor() for name, tensor in model.named_parameters() if "lora_" in name}
+        assert adapted
+        for name, tensor in adapted.items():
+            assert tensor.any() == ("lora_A" in name), name
+            assert tensor.abs().max() < 1, name
+        losses.append(fk.build_mean_loss(model, plan=plan, mesh=mesh)(*uneven_rows()).item())
+    plain = build(tmp_path / "tiny", [])[1](*uneven_rows()).item()
+    assert losses[0] == pytest.approx(plain, rel=1e-6)

@@ -316,3 +316,15 @@ def test_nothing_to_move_leaves_the_file_alone(tmp_path: Path) -> None:
     assert move_aside(path, resume_step=5) is None
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_record_that_was_completed_before_is_not_completed_again(tmp_path: Path) -> None:
+    """What completes it may know nothing of it any more: it is of the start before."""
+    metrics = Metrics(SimpleNamespace(), path=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
+    metrics.sources.append(lambda record: {"gap": 1.0})
+    completed = metrics.completed({"step": 1})
+    metrics.sources.clear()
+    metrics.sources.append(lambda record: {"gap": record["missing"]})
+    metrics.log({**completed, "eval_loss": 2.0}, is_completed=True)
+    [record] = read(tmp_path / "metrics.jsonl")
+    assert (record["gap"], record["eval_loss"]) == (1.0, 2.0)
