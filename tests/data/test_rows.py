@@ -478,5 +478,5 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
-    with pytest.raises(UserError, match="a.csv:1: the header names 'text' twice"):
+    with pytest.raises(UserError, match=r"a\.csv:1: the header names 'text' twice"):
         list(RowReader(locate(DataConfig(path=str(tmp_path / "a.csv")))))
