@@ -28,8 +28,8 @@ _SHORTEST_SECRET = 8  # shorter values ("true", "0") would match ordinary text
 _SHORTEST_KEY = 16
 _NUMBER, _SHORTEST_NUMBER = re.compile(r"[\d_.+\-]+"), 4
 
-# `https:\/\/` is how some JSON writes it.
-_URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{1,30}):(?P<slashes>\\{0,8}/\\{0,8}/)(?P<rest>[^\s'\"<>`]+)")
+# `https:\/\/` is how some JSON writes it, `https:/` what a path makes of it.
+_URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{1,30}):(?P<slashes>\\{0,8}/(?:\\{0,8}/)?)(?P<rest>[^\s'\"<>`]+)")
 _PORT = re.compile(r"[^/:@]*:\d{1,5}(?:[/?#\\]|$)")
 _HOST = re.compile(
     r"(?:localhost|\[[0-9A-Fa-f:.]+\]|[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}|\d+(?:\.\d+){3}|[\w.-]+:\d+)\.?(?=[:/?#,;)\\]|$)"

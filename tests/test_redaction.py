@@ -6,6 +6,7 @@ import base64
 import json
 import shlex
 import string
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -155,6 +156,11 @@ secrets = st.text(string.ascii_letters + string.digits + "!$*()_+.~/@:-", min_si
 keys = st.text(string.ascii_letters + string.digits + "_-.", min_size=16, max_size=40).filter(
     lambda text: any(map(str.isdigit, text)) and any(map(str.isalpha, text)) and text[0] not in "./-"
 )
+
+
+def test_a_url_that_a_path_has_folded_is_one_still() -> None:
+    folded = str(Path("https://user:pw/S@cret5@example.org:9/x"))
+    assert without_secrets(f"error: {folded} is no directory") == "error: https:/***@example.org:9/x is no directory"
 
 
 @given(secrets)

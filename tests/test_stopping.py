@@ -134,7 +134,8 @@ def figures(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 CASES = [
-    ("evaluating", 2, signal.SIGHUP, [1]),
+    ("evaluating", 1, signal.SIGINT, [0]),
+    full("evaluating", 2, signal.SIGHUP, [1]),
     full("reading data", 2, signal.SIGTERM, [0, 1]),
     full("loading weights", 2, signal.SIGINT, [0]),
     full("the first step", 2, signal.SIGTERM, [1]),
@@ -148,7 +149,6 @@ CASES = [
     full("syncing weights", 2, signal.SIGTERM, [0]),
     full("reading data", 1, signal.SIGINT, [0]),
     full("the first step", 1, signal.SIGTERM, [0]),
-    full("evaluating", 1, signal.SIGINT, [0]),
     full("generating", 1, signal.SIGHUP, [0]),
 ]
 

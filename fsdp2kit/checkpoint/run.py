@@ -111,7 +111,7 @@ def build_checkpoints(
         kept_in_float32=kept,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],
         notes=notes,
-        can_answer=tokenizer is not None,
+        can_answer=tokenizer is not None and not getattr(source.config, "auto_map", None),  # it runs no such code
         total_steps=data.total_steps,
         events=job.events,
     )

@@ -173,7 +173,7 @@ class DataConfig(Section):
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Supervised tokens of a conversation: the assistant's with its end-of-turn tokens, those of its last message, or
     all. With prompts and completions: the completion, or all."""
-    seq_len: Annotated[int, Field(ge=2)] = 2048
+    seq_len: Annotated[int, Field(ge=2, lt=2**31)] = 2048
     """Tokens in a sequence of the batch: a pack, or one padded document."""
     pack: bool = True
     """Put several documents into one pack. They do not attend to each other, and positions restart at 0 in each."""

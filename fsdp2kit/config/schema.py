@@ -165,7 +165,7 @@ class TrainConfig(Section):
     """Optimizer steps; 0 only evaluates. Give `steps` or `epochs`."""
     epochs: PositiveInt | None = None
     """Passes over the data. Give `steps` or `epochs`."""
-    global_batch_size: PositiveInt = 8
+    global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = 8
     """Sequences (with packing: packs) in one optimizer step, over the whole job; it does not depend on the mesh."""
     micro_batch_size: PositiveInt = 1
     """Sequences in one forward pass of one data-parallel rank."""

@@ -14,7 +14,7 @@ import yaml
 
 from fsdp2kit.config.foreign import plain_name, snake_case
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import load_json
+from fsdp2kit.files import load_json, read_text
 
 TABLE: dict[str, Any] = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -71,7 +71,7 @@ def read_fields(path: Path) -> list[Field]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error})", "give a JSON or YAML file") from None
     try:
