@@ -285,21 +285,29 @@ def apply_fsdp(
             ignored_params=set(module.parameters()) - own,
         )
         if over.size() > 1:
-            _sum_gradients(module)
+            _sum_gradients(module, mesh=over)
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
 
 
-def _sum_gradients(unit: Any) -> None:
+def _sum_gradients(unit: Any, *, mesh: DeviceMesh) -> None:
     """Let a unit's gradients add up over its ranks; FSDP2 averages them by default.
 
     Each rank's loss is a part of the whole batch's, so the sum is the gradient, for any mesh and any objective. An
     average would depend on the unit's mesh, which is smaller for experts. The divide factor alone would select
     PREMUL_SUM, which gloo refuses and NCCL rounds to zero in bfloat16 up to torch 2.13 (pytorch#190747).
     """
+    if mesh.size(-1) == 1:
+        # Replicas that shard nothing: with a divide factor torch would hold each gradient once more.
+        unit.set_all_reduce_hook(partial(_multiply, by=mesh.size()))
+        return
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
+
+
+def _multiply(gradient: torch.Tensor, *, by: int) -> None:
+    gradient.mul_(by)
 
 
 def _precision(section: FSDPConfig, unit: Unit) -> MixedPrecisionPolicy:

@@ -118,7 +118,7 @@ def test_summon_full_params(pool: WorkerPool) -> None:
 
 
 class HalvingReduceScatter:
-    """A communication hook: sums in float64, and hands on half the average."""
+    """A communication hook: sums in float64, and hands on half the sum."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -129,7 +129,7 @@ class HalvingReduceScatter:
         total = input_tensor.double()
         dist.all_reduce(total, group=group)
         mine = total.chunk(group.size())[group.rank()]
-        output_tensor.copy_(mine / group.size() / 2)
+        output_tensor.copy_(mine / 2)
 
 
 def _halve_old(_: Any, full: Tensor, shard: Tensor) -> None:

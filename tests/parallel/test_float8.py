@@ -297,5 +297,5 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_of(meta_model())
     assert plan is not None
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
-    with pytest.raises(UserError, match=r"float8\.recipe.*fsdp2kit\[lowbit\]"):
+    with pytest.raises(UserError, match=r"float8\.recipe.*torchao>=0\.18"):
         apply_float8(plan, meta_model())
