@@ -1,7 +1,7 @@
 """Everything that is printed: lines, tables, errors, and progress bars for long work.
 
-Of a run only the main rank `say`s anything. In a terminal the bars stand below the lines. Elsewhere (a log file, a
-pipe) a bar is a line on stderr every ten seconds, because stdout may be a tool's JSON.
+In a run, only the main rank prints what `say` is given. In a terminal the bars stand below the lines. Elsewhere (a log
+file, a pipe) a bar is a line on stderr every ten seconds, because stdout may be a tool's JSON.
 
 Texts come from data, files and errors of others. So `show` and `say` print control characters as ``\\x1b``, hide
 secrets, and replace what the stream's encoding lacks; tables go through `rich_console`. `begin_output`, which each

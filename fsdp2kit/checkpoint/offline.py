@@ -10,6 +10,7 @@ from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, setti
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
+from fsdp2kit.data.sources import is_url
 from fsdp2kit.errors import UserError
 
 
@@ -27,23 +28,19 @@ def try_places(config: TrainingConfig) -> list[str]:
     run_dir = Path(config.run.dir)
     _try_writing(run_dir, where="run.dir")
     root = run_dir / "checkpoints"
-    if section.dir and not _is_url(section.dir):
+    if section.dir and not is_url(section.dir):
         root = Path(section.dir).expanduser()
         _try_writing(root, where="checkpoint.dir")
-    if section.export_hf != "never" and not _is_url(section.export_dir or ""):
+    if section.export_hf != "never" and not is_url(section.export_dir or ""):
         out = Path(section.export_dir).expanduser() if section.export_dir else run_dir / "hf"
         _try_writing(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
         export = ExportDirectory(out)
-        if not _is_url(section.dir or ""):
+        if not is_url(section.dir or ""):
             export.check_apart(root)
         export.check_replaceable(read=[Path(path) for path in (config.model.path, config.model.adapter) if path])
-    if _is_url(section.dir or ""):
+    if is_url(section.dir or ""):
         return ["run.dir can be written; checkpoint.dir is remote, and was not tried"]
     return [_describe_run(config, root)]
-
-
-def _is_url(text: str) -> bool:
-    return "://" in text
 
 
 def _try_writing(directory: Path, *, where: str) -> None:
@@ -70,7 +67,7 @@ def _describe_run(config: TrainingConfig, root: Path) -> str:
         checkpoint = _newest(root)
         if checkpoint is None:
             return "run.dir can be written, and has no checkpoint: a start begins with step 0"
-    elif _is_url(resume):
+    elif is_url(resume):
         return "run.dir can be written; run.resume is remote, and was not tried"
     else:
         checkpoint = Path(resume)

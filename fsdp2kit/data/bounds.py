@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 ROUNDS = 2_000_000
-"""Of all loops and macros in one rendering; 800 messages in two nested loops take 640,000."""
+"""The most rounds of all loops and macros in one rendering. Two nested loops over 800 messages take 640,000."""
 LETTERS = 200_000_000
 """That one rendering writes, or holds in one text."""
 SECONDS = 6.0

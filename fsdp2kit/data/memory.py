@@ -57,7 +57,7 @@ def _of_machine() -> int | None:
 
 
 def _of_group() -> int | None:
-    """Of the container: the limit of its control group, less what it uses and could not give back."""
+    """Free bytes in the container: the limit of its control group, less the memory that it cannot give back."""
     for folder, names in _GROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
             limit = int((folder / names[0]).read_text())

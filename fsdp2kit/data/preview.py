@@ -140,7 +140,7 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
         loader = data.loader
         assert isinstance(loader, Loader), "a stream's beginning is read whole"
         warnings, notes = [*data.warnings], [*data.notes]
-        if asked.data.streaming:  # what is said of rows is said of the stream's, not of their copies
+        if asked.data.streaming:  # findings are those of the rows in the stream
             copied = {text for part in loader.parts for text in (*part.documents.warnings, *part.documents.notes)}
             sets = training_sets(asked.data)
             beginnings = [read_beginning(one, tokenizer, count=SAMPLE) for one in sets]

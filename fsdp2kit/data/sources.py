@@ -264,7 +264,7 @@ def first_line(error: BaseException) -> str:
 
 
 def several_configurations(where: str, names: Sequence[str], *, name_key: str) -> UserError:
-    """The error of a set with several configurations, none of which is named."""
+    """The error where a set has several configurations, and the TOML names none of them."""
     todo = f'name one: {name_key} = "{names[0]}"'
     return UserError(where, f"has several configurations ({', '.join(names)})", todo)
 

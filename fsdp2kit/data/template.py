@@ -204,7 +204,7 @@ class Template:
         moved = self._thoughts_moved(messages, learnt)
         if moved is not messages:
             other = next(self._texts(moved, prompt=prompt, keep_case=True), "")
-            # Of a whole text no letter may change: only an empty thought around it goes.
+            # A text that is shown whole keeps each letter. Only an empty thought before it may go.
             is_same = shows_all(other, said) and len(squeezed(other)) < len(squeezed(text))
             if (is_same or not is_whole) and self._shows(moved, other, said_in(moved, learnt), prompt=prompt):
                 return moved, other

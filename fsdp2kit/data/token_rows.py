@@ -48,7 +48,7 @@ def _learnt(row: Columns, ids: Sequence[int], starts: Sequence[int]) -> list[boo
         return [True] * len(ids)
     names = list(found)
     first = found[names[0]]
-    # A document's first token is never a target: what is said of it does not matter.
+    # A document's first token is never a target, so masks may say either of it.
     targets = set(range(len(ids))) - set(starts)
     for name in names[1:]:
         wrong = [at for at, pair in enumerate(zip(first, found[name], strict=True)) if pair[0] != pair[1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,13 @@ def test_settings_that_differ_have_both_values(tmp_path: Path) -> None:
     assert changed_settings(saved_run(tmp_path / "x"), config) == {"model.path": [None, "other"]}
     config = config_of(tmp_path / "x", data={"path": "https://me:secret@h/x"}, checkpoint={"export_dtype": "bfloat16"})
     assert changed_settings(tmp_path / "x/checkpoints/step-000003", config) == {"data.path": [None, "https://***@h/x"]}
+
+
+def test_a_config_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A pipe in the place of a checkpoint's config.toml, and one that is nested too deep."""
+    config = TrainingConfig.model_validate({"recipe": "none"})
+    os.mkfifo(tmp_path / "config.toml")
+    assert changed_settings(tmp_path, config) == {}
+    (tmp_path / "config.toml").unlink()
+    (tmp_path / "config.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
+    assert changed_settings(tmp_path, config) == {}
