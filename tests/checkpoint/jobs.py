@@ -109,7 +109,8 @@ def checkpoints_of(
         checkpoint=CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
     )
     optimizer = optimizer or adamw(model)
-    return Checkpoints(config, model, optimizer, identity=identity or IDENTITY, write_assets=write_assets)
+    identity = dict(identity or IDENTITY)  # a copy: a test may change what its checkpoints say
+    return Checkpoints(config, model, optimizer, identity=identity, write_assets=write_assets)
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
