@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.checkpoint import checkpoints
-from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job.distributed import rank
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.run import load
-from fsdp2kit.train import loop
+from fsdp2kit.train.evaluating import Evaluations
 from tests.checkpoint.jobs import exported_step
 from tests.reference import demo_model_dir
 from tests.runs import run_recipe, runner, write_run
@@ -87,12 +87,9 @@ def _best_step(best_by: str) -> int | None:
     """After ranks that read different copies of the rows have compared."""
     evaluate: Any = SimpleNamespace(measured_by={"held-out rows": f"copy of rank {rank()}"})
     metrics: Any = SimpleNamespace(message=lambda _: None, events=None)
-    mesh: Any = SimpleNamespace(rank=rank(), device=torch.device("cpu"))
     progress = Progress(step=4, best_step=3, best_eval_loss=2.0, best_by={"held-out rows": best_by})
-    nothing: Any = None
-    run = loop.Run(TrainingConfig(recipe="x"), mesh, nothing, metrics, progress, total_steps=5)
-    loop._Loop(run, nothing, evaluate)._compare_best()
-    return run.progress.best_step
+    evaluations = Evaluations(evaluate, EvalConfig(), metrics=metrics, last_step=5)
+    return evaluations.begin(progress).best_step
 
 
 def test_ranks_agree_on_what_is_compared(pool: WorkerPool) -> None:

@@ -8,7 +8,9 @@ tokens' part of the loss: the probabilities need no exchange, and the gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +18,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.optimization import AuxiliaryLossConfig, MoEConfig, RouterBiasConfig
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.expert_parallel.routing import Routed, RoutingHooks, balance_losses, routing_biases
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.metrics import Metrics
-from fsdp2kit.train.step import Objective
 
-Shard = Callable[[Any], dict[str, Any]]
+
+@dataclass(frozen=True)
+class CountedRows:
+    """The rows of a micro-batch on this rank, and where their tokens were routed."""
+
+    routed: Routed
+    lengths: Tensor
+    """int64 ``[B]``: tokens of each row, without its padding."""
+    items: Tensor
+    """int64 ``[B]``: what each row counts in the loss."""
 
 
 class NoBalance:
-    """Balances nothing. It has what the loop calls of `Balance`."""
+    """Same interface as `Balance`; balances nothing."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: Any) -> None: ...
     def end_step(self, *, moves: bool) -> None: ...
 
-    def shard(self, shard: Shard) -> Shard:
-        return shard
+    @contextmanager
+    def counting(self, micro: Any) -> Iterator[Any]:
+        yield None
 
-    def objective(self, objective: Objective) -> Objective:
-        return objective
+    def add_loss(
+        self, loss: Tensor, metrics: Mapping[str, Tensor], rows: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return loss, metrics
 
 
 def build_balance(
@@ -57,7 +71,10 @@ class Balance:
     """Balances experts while it is entered; see `build_balance`."""
 
     def __init__(self, section: MoEConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh, metrics: Metrics) -> None:
-        self._section, self._plan, self._mesh, self._metrics = section, plan, mesh, metrics
+        self._section = section
+        self._plan = plan
+        self._mesh = mesh
+        self._metrics = metrics
         self._weight = section.aux_weight if isinstance(section, AuxiliaryLossConfig) else None
         self._hooks = RoutingHooks(model, probabilities=self._weight is not None)
         self._sizes = [experts.num_experts for experts in self._hooks.experts.values()]
@@ -74,46 +91,41 @@ class Balance:
         self._metrics.sources.remove(self.figures)
         self._hooks.__exit__(*exception)
 
-    def shard(self, shard: Shard) -> Shard:
-        """``shard`` of a step, which also tells `objective` of the rows: their tokens and their items."""
+    @contextmanager
+    def counting(self, micro: Any) -> Iterator[CountedRows]:
+        """Count the tokens that a forward pass of ``micro`` routes to each expert."""
+        shape = micro.labels.shape
+        lengths = micro.lengths if isinstance(micro, Batch) else None
+        if lengths is None:
+            lengths = torch.full(shape[:1], shape[1])
+        cp_rank, cp = self._mesh.cp_rank, self._mesh.sizes.cp
+        chunks = chunks_of(cp_rank, cp=cp, length=shape[1], method=self._plan.attention.method)
+        is_token = take_chunks(torch.arange(shape[1]) < lengths[:, None], chunks)
+        device = self._mesh.device
+        with self._hooks.recording(to_device(is_token, device)) as routed:
+            yield CountedRows(routed, to_device(lengths, device), to_device(_items(micro), device))
 
-        def with_rows(micro: Any) -> dict[str, Any]:
-            shape, mesh = micro.labels.shape, self._mesh
-            lengths = getattr(micro, "lengths", None)
-            lengths = torch.full(shape[:1], shape[1]) if lengths is None else lengths
-            chunks = chunks_of(mesh.cp_rank, cp=mesh.sizes.cp, length=shape[1], method=self._plan.attention.method)
-            is_token = take_chunks(torch.arange(shape[1]) < lengths[:, None], chunks)
-            rows = (to_device(each, mesh.device) for each in (is_token, lengths, _items(micro)))
-            return {**shard(micro), "rows": tuple(rows)}
+    def add_loss(
+        self, loss: Tensor, metrics: Mapping[str, Tensor], rows: CountedRows
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss with the gradient of the load-balancing loss, not with its value; and that as ``moe/aux_loss``.
 
-        return with_rows
-
-    def objective(self, objective: Objective) -> Objective:
-        """``objective`` with the load-balancing loss added to its gradient, not to its value, and the experts counted.
-
-        The loss is a metric, ``moe/aux_loss``: as other metrics it is a sum over items until it is logged.
+        The load-balancing loss is a sum over items, as other metrics are.
         """
+        counts = torch.cat([rows.routed.counts[name].sum(0) for name in self._hooks.experts])
+        self._counts = counts if self._counts is None else self._counts + counts
+        if self._weight is None:
+            return loss, metrics
+        auxiliary = (self._row_losses(rows) * rows.items).sum()
+        loss = loss + self._weight * (auxiliary - auxiliary.detach())
+        return loss, {**metrics, "moe/aux_loss": auxiliary.detach()}
 
-        def balanced(model: Any, inputs: dict[str, Any]) -> Any:
-            is_token, lengths, items = inputs.pop("rows")
-            with self._hooks.recording(is_token) as routed:
-                loss, parts, *rest = objective(model, inputs)
-            counts = torch.cat([routed.counts[name].sum(0) for name in self._hooks.experts])
-            self._counts = counts if self._counts is None else self._counts + counts
-            if self._weight is None:
-                return loss, parts, *rest
-            auxiliary = (self._row_losses(routed, lengths) * items).sum()
-            metrics = {**(rest[0] if rest else {}), "moe/aux_loss": auxiliary.detach()}
-            return loss + self._weight * (auxiliary - auxiliary.detach()), parts, metrics
-
-        return balanced
-
-    def _row_losses(self, routed: Routed, lengths: Tensor) -> Tensor:
+    def _row_losses(self, rows: CountedRows) -> Tensor:
         """This rank's part of each row's loss, ``[B]``. Collective over the ranks that share rows."""
-        counts, probabilities = routed.over_layers()
+        counts, probabilities = rows.routed.over_layers()
         if self._mesh.sizes.cp > 1:
             dist.all_reduce(counts, group=self._mesh.cp_group)
-        return balance_losses(counts, probabilities, len(routed.probabilities) * lengths)
+        return balance_losses(counts, probabilities, len(rows.routed.probabilities) * rows.lengths)
 
     @torch.no_grad()
     def end_step(self, *, moves: bool) -> None:
@@ -123,7 +135,8 @@ class Balance:
             moves: whether the step changed the parameters, too.
         """
         assert self._counts is not None, "a step has a micro-batch"
-        counts, self._counts = self._counts, None
+        counts = self._counts
+        self._counts = None
         self._load = list(counts.split(self._sizes))
         if not isinstance(self._section, RouterBiasConfig):
             return
@@ -136,7 +149,8 @@ class Balance:
         """For a step's record, over its global batch; `load_figures`. Collective."""
         if self._load is None:  # an evaluation alone
             return {}
-        counts, self._load = torch.cat(self._load), None
+        counts = torch.cat(self._load)
+        self._load = None
         if not isinstance(self._section, RouterBiasConfig):  # else summed already
             self._mesh.sum_loss(counts)
         return load_figures([each.tolist() for each in counts.split(self._sizes)])
@@ -162,9 +176,9 @@ def load_figures(layers: list[list[int]]) -> dict[str, float]:
 
 def _items(micro: Any) -> Tensor:
     """How many items each row has, ``[B]``: targets, or pairs of a preference."""
-    documents = micro.per_target.get("documents") if getattr(micro, "num_documents", 0) else None
-    if documents is None:
+    if not isinstance(micro, Batch) or not micro.num_documents:
         return (micro.labels != IGNORE).sum(1)
+    documents = micro.per_target["documents"]
     # Neighbours have neighbouring numbers, and padding has −1.
     first = torch.where(documents < 0, documents.max() + 1, documents).amin(1)
     return ((documents.amax(1) - first + 1) // 2).clamp(min=0)

@@ -15,20 +15,29 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
-from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.loader import Batch, Loader
 from fsdp2kit.data.special import special_tokens
 from fsdp2kit.data.tokens import encode_prompt, plain_prompt_ids, special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import status, stop
-from fsdp2kit.job.distributed import agreement, reduce_numbers
 from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.distributed import agreement, reduce_numbers
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.train.step import HeldOut, Measured, Objective, next_batch
+from fsdp2kit.train.evaluating import read_traits
+from fsdp2kit.train.step import (
+    HeldOut,
+    MetricNames,
+    Objective,
+    call_objective,
+    next_batch,
+    pack_sums,
+    unpack_sums,
+)
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
 
@@ -61,11 +70,11 @@ def build_evaluation(
             prompts.append((prompt, prompt_ids(tokenizer, prompt, where=f"eval.prompts.{at}")))
     if not held_out:
         return None
-    measured = None if objective is None else Measured(objective)
-    # Held-out batches of a recipe's own may have no digest.
-    digests = {f"held-out rows {name}".strip(): getattr(one, "fingerprint", "") for name, one in held_out.items()}
-    measured_by = {**digests, "eval.steps": str(section.steps), **getattr(objective, "measured_by", {})}
-    return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, measured, measured_by)
+    measured_by = {"eval.steps": str(section.steps), **read_traits(objective).measured_by}
+    for name, batches in held_out.items():
+        # Those of a recipe's own have no digest.
+        measured_by[f"held-out rows {name}".strip()] = batches.fingerprint if isinstance(batches, Loader) else ""
+    return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, objective, measured_by)
 
 
 @dataclass
@@ -80,9 +89,16 @@ class Evaluation:
     plan: ParallelPlan
     mesh: Mesh
     tokenizer: Any
-    objective: Measured | None = None
+    objective: Objective | None = None
     measured_by: Mapping[str, str] = field(default_factory=dict)
     """What a loss depends on besides the weights; losses with the same values are comparable."""
+    names: MetricNames = field(default_factory=MetricNames)
+    """Of the objective's metrics."""
+
+    @property
+    def shown(self) -> list[str] | None:
+        """The objective's metrics that the console shows; None without an objective."""
+        return None if self.objective is None else self.names.shown
 
     def __call__(self) -> dict[str, float]:
         """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.
@@ -95,16 +111,17 @@ class Evaluation:
         Raises:
             Stopped: before a batch, on all ranks, if any was asked to stop.
         """
-        record: dict[str, float] = {}
-        sums, items = [0.0], 0
+        of_sets: dict[str, float] = {}
+        sums = [0.0]
+        items = 0
         with _in_eval_mode(self.model):
             for name, batches in self.held_out.items():
                 of_set, count = self._sum_of_set(batches)
                 sums = [one + other for one, other in zip_longest(sums, of_set, fillvalue=0.0)]
                 items += count
                 if name:
-                    record |= self._figures(of_set, count, f"/{name}")
-        return {**self._figures(sums, items, ""), **record}
+                    of_sets |= self._figures(of_set, count, f"/{name}")
+        return {**self._figures(sums, items, ""), **of_sets}
 
     def answers(self) -> list[dict[str, Any]]:
         """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``; a prompt is as it was given. Collective.
@@ -114,8 +131,14 @@ class Evaluation:
         """
         found = []
         for prompt, ids in self.prompts:
-            stops, length = special_ids(self.tokenizer), self.section.max_new_tokens
-            answer = generate(self.model, ids, max_new_tokens=length, stops=stops, plan=self.plan, mesh=self.mesh)
+            answer = generate(
+                self.model,
+                ids,
+                max_new_tokens=self.section.max_new_tokens,
+                stops=special_ids(self.tokenizer),
+                plan=self.plan,
+                mesh=self.mesh,
+            )
             text = self.tokenizer.decode(answer, skip_special_tokens=True)
             found.append({"prompt": prompt, "answer": text.strip()})
         return found
@@ -140,20 +163,28 @@ class Evaluation:
         return self.mesh.sum_loss(total).tolist(), items
 
     def _sums_of(self, inputs: dict[str, Any]) -> Tensor:
+        """The sums of a micro-batch, ``[1 + sources + metrics]``."""
         if self.objective is None:
             for name in ("documents", "num_documents"):  # for a recipe's objective
                 inputs.pop(name, None)
             return self.model.loss_sum(**inputs)[None]
-        loss, metrics = self.objective(self.model, inputs)
-        return loss[None] if metrics is None else torch.cat([loss[None], metrics])
+        loss, by_source, metrics = call_objective(self.objective, self.model, inputs)
+        self.names.check(metrics)
+        return pack_sums(loss, by_source, metrics, names=self.names.names).flatten()
 
     def _figures(self, sums: Sequence[float], items: int, suffix: str) -> dict[str, float]:
-        loss, *metrics = (value / items for value in sums)
+        """Means over items, by the keys of a record.
+
+        Args:
+            sums: over all ranks, as of `_sums_of`.
+            suffix: of the keys.
+        """
+        means = [value / items for value in sums]
+        loss, _, metrics = unpack_sums(means, self.names.names)
+        figures = {f"eval_loss{suffix}": loss}
         if self.objective is None:
-            return {f"eval_loss{suffix}": loss, f"eval_perplexity{suffix}": math.exp(min(loss, 700.0))}
-        names = self.objective.names
-        named = zip(names, metrics[len(metrics) - len(names) :], strict=True)  # before them the sources of a mix
-        return {f"eval_loss{suffix}": loss, **{f"eval_{name}{suffix}": value for name, value in named}}
+            figures[f"eval_perplexity{suffix}"] = math.exp(min(loss, 700.0))
+        return figures | {f"eval_{name}{suffix}": mean for name, mean in metrics.items()}
 
 
 @torch.no_grad()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp2kit.config.schema import ProfileConfig
+from fsdp2kit.config.schema import ProfileConfig, TrainingConfig
 from fsdp2kit.job.events import Events
+from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.profile_request import FILE, ProfileRequest, noting_sigusr2
 from fsdp2kit.torch_compat import dump_memory_history, record_memory_history
+from fsdp2kit.train.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +74,14 @@ class StepProfiler:
         first_step: int = 1,
         events: Events | None = None,
     ) -> None:
-        self._section, self._trace_dir, self._rank = section, Path(trace_dir), rank
-        self._steps, self._first_step, self._finished = steps, first_step, 0
-        self._is_cuda, self._events = device_type == "cuda", events or Events()
+        self._section = section
+        self._trace_dir = Path(trace_dir)
+        self._rank = rank
+        self._steps = steps
+        self._first_step = first_step
+        self._finished = 0
+        self._is_cuda = device_type == "cuda"
+        self._events = events or Events()
         self._windows: list[Window] = []
         self._profiler: torch.profiler.profile | None = None
         if section.enabled:
@@ -155,7 +165,8 @@ class StepProfiler:
         """Stop the profiler, which writes what it has."""
         assert self._profiler is not None, "there is a window"
         self._profiler.__exit__(*exception)
-        self._profiler, window = None, self._windows.pop(0)
+        self._profiler = None
+        window = self._windows.pop(0)
         if self._finished >= window.before and window.with_memory and self._is_cuda:
             self._write(window.folder / f"memory-{self._rank:05d}.pickle", dump_memory_history)
 
@@ -176,3 +187,62 @@ class StepProfiler:
             logger.warning("%s: cannot be written (%s), and the run goes on", path, error.strerror or error)
             return False
         return True
+
+
+@contextmanager
+def run_profiler(
+    config: TrainingConfig, *, mesh: Mesh, metrics: Metrics, first_step: int, last_step: int
+) -> Iterator[RunProfiler]:
+    """Trace what ``[profile]`` plans, and what the user asks for meanwhile.
+
+    Args:
+        first_step: that this start makes.
+        last_step: of the run.
+    """
+    run_dir = Path(config.run.dir)
+    profiler = StepProfiler(
+        config.profile,
+        trace_dir=run_dir / "trace",
+        rank=mesh.rank,
+        device_type=mesh.device.type,
+        steps=last_step + 1 - first_step,
+        first_step=first_step,
+        events=metrics.events,
+    )
+    with noting_sigusr2() as noted, profiler:
+        file = run_dir / FILE if mesh.rank == 0 else None
+        request = ProfileRequest(noted, file=file, message=metrics.message)
+        yield RunProfiler(profiler, request, metrics, first_step=first_step, last_step=last_step)
+
+
+class RunProfiler:
+    """A `StepProfiler` and the requests of a user; see `run_profiler`."""
+
+    def __init__(
+        self, profiler: StepProfiler, request: ProfileRequest, metrics: Metrics, *, first_step: int, last_step: int
+    ) -> None:
+        self._profiler = profiler
+        self._request = request
+        self._metrics = metrics
+        self._first_step = first_step
+        self._last_step = last_step
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank was asked for a profile that can begin after the next step; else the request waits."""
+        return self._profiler.next_window() is not None and self._request.is_asked
+
+    def end_step(self, *, is_asked: bool) -> None:
+        """Call it after every step.
+
+        Args:
+            is_asked: whether any rank was asked for a profile before the step.
+        """
+        window = self._profiler.next_window() if is_asked else None
+        if window is not None:
+            self._request.take()
+            first = self._first_step + window.before
+            last = min(first + window.steps - 1, self._last_step)
+            self._metrics.message(f"asked for a profile: steps {first} to {last} are traced into {window.folder}")
+        if self._profiler.step(window):
+            self._metrics.throughput.restart()

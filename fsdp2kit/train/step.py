@@ -16,14 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.console import rows_text
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError
 from fsdp2kit.job import status
-from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.job.lost_ranks import name_ranks
 from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.torch_compat import float32_norms
+from fsdp2kit.train.balance import Balance, NoBalance
 
 _MOST_PACKS = 32  # that are named
 
@@ -49,47 +51,86 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     return loss if isinstance(loss, tuple) else (loss, None)
 
 
-class Measured:
-    """An objective as the loop calls it: the sums of its metrics follow the parts, in the order of `names`.
+def call_objective(
+    objective: Objective, model: Any, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
+    """What an objective returns, with no metrics where it returns none."""
+    loss, by_source, *rest = objective(model, inputs)
+    return loss, by_source, rest[0] if rest else {}
 
-    This way they are accumulated, reduced and copied to the host together with the loss.
+
+class MetricNames:
+    """The names of an objective's metrics: the same in every micro-batch and on every rank, in one order.
 
     Args:
         reserved: names that a metric may not have, nor begin with before a "/".
     """
 
-    def __init__(self, objective: Objective, *, reserved: Collection[str] = ()) -> None:
-        self._objective, self._reserved, self._is_first = objective, reserved, True
+    def __init__(self, *, reserved: Collection[str] = ()) -> None:
+        self._reserved = reserved
+        self._is_first = True
         self.names: tuple[str, ...] = ()
-        """The metrics' names; known from the first micro-batch on."""
+        """In order; known from the first micro-batch on."""
 
     @property
     def shown(self) -> list[str]:
         """Names of the metrics that are worth a place on the console's line: those without a "/"."""
         return [name for name in self.names if "/" not in name]
 
-    def __call__(self, model: Any, inputs: dict[str, Any]) -> Parts:
-        loss, parts, *rest = self._objective(model, inputs)
-        metrics = rest[0] if rest else {}
+    def check(self, metrics: Collection[str]) -> None:
+        """Take the names of the first micro-batch, which is a collective; compare those of the others with them.
+
+        Raises:
+            UserError: ranks have other names, or one is reserved.
+            RunFailure: a later micro-batch has other names.
+        """
         if self._is_first:
-            self._fix_names(tuple(metrics))
-        if metrics.keys() != set(self.names):
+            self._take(metrics)
+        if set(metrics) != set(self.names):
             what = f"returned {', '.join(metrics) or 'none'} after {', '.join(self.names) or 'none'}"
             raise RunFailure(f"objective: its metrics must be the same in every micro-batch: it {what}")
-        if not self.names:
-            return loss, parts
-        sums = torch.stack([torch.as_tensor(metrics[name]).detach().to(loss).reshape(()) for name in self.names])
-        return loss, sums if parts is None else torch.cat([parts.to(loss.dtype), sums])
 
-    def _fix_names(self, names: tuple[str, ...]) -> None:
-        """Take the names of the first micro-batch. Collective: ranks that add up other numbers would mix them."""
+    def _take(self, metrics: Collection[str]) -> None:
+        """Ranks that add up other numbers would mix them."""
+        names = tuple(metrics)
         for other in gather_objects(names):
             if set(other) != set(names):
                 what = f"metrics {', '.join(names) or 'none'} on one rank and {', '.join(other) or 'none'} on another"
                 raise UserError("objective", f"returns {what}", "return the same ones on every rank, 0 where unknown")
         if taken := [name for name in names if name.partition("/")[0] in self._reserved]:
             raise UserError("objective", f"names a metric {taken[0]!r}, which records have", "choose another name")
-        self.names, self._is_first = tuple(sorted(names)), False
+        self.names = tuple(sorted(names))
+        self._is_first = False
+
+
+def pack_sums(
+    loss: Tensor, by_source: Tensor | None, metrics: Mapping[str, Tensor], *, names: Sequence[str]
+) -> Tensor:
+    """The sums of a micro-batch in one tensor, to be added up, reduced and copied to the host together.
+
+    Args:
+        names: of the metrics, in order.
+
+    Returns:
+        Detached, in the loss's dtype: ``[1 + sources + metrics]``, or a scalar if there is only the loss.
+    """
+    loss = loss.detach()
+    if by_source is None and not names:
+        return loss
+    parts = [loss[None]]
+    if by_source is not None:
+        parts.append(by_source.to(loss.dtype))
+    if names:
+        scalars = [torch.as_tensor(metrics[name]).detach().to(loss).reshape(()) for name in names]
+        parts.append(torch.stack(scalars))
+    return torch.cat(parts)
+
+
+def unpack_sums(values: Sequence[float], names: Sequence[str]) -> tuple[float, list[float], dict[str, float]]:
+    """The loss, what each source has of it, and the metrics by name: the numbers of `pack_sums`."""
+    first_metric = len(values) - len(names)
+    metrics = dict(zip(names, values[first_metric:], strict=True))
+    return values[0], list(values[1:first_metric]), metrics
 
 
 class Batches(Protocol):
@@ -112,6 +153,20 @@ class HeldOut(Batches, Protocol):
 
     @property
     def steps_per_epoch(self) -> int: ...
+
+
+def epoch_of(batches: Batches, step: int) -> dict[str, float]:
+    """``epoch``: passes over the data after ``step``; nothing for a stream.
+
+    Batches of a recipe's own may have no ``steps_per_epoch``.
+    """
+    steps_per_epoch = getattr(batches, "steps_per_epoch", 0)
+    return {"epoch": step / steps_per_epoch} if steps_per_epoch else {}
+
+
+def items_of(micro: Any) -> int:
+    """How many items a micro-batch has. One of a recipe's own may not say it: its supervised tokens."""
+    return getattr(micro, "num_items", micro.supervised_tokens)
 
 
 @dataclass(frozen=True)
@@ -175,24 +230,38 @@ def next_batch(
     except Exception as problem:
         error = problem
     seconds = time.perf_counter() - start
-    names = ("supervised_tokens", "input_tokens", "attention_pairs", "capacity")
-    counts = [float(sum(getattr(batch, "num_items", batch.supervised_tokens) for batch in micro_batches))]
-    counts += [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
-    # A rank whose batch failed sends as many numbers as the others.
-    for number in range(len(batches.source_names)):
-        counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
+    counts = [
+        sum(items_of(micro) for micro in micro_batches),
+        sum(micro.supervised_tokens for micro in micro_batches),
+        sum(micro.input_tokens for micro in micro_batches),
+        sum(micro.attention_pairs for micro in micro_batches),
+        sum(micro.capacity for micro in micro_batches),
+        # A rank whose batch failed sends as many numbers as the others.
+        *(sum(micro.tokens_by_source[at] for micro in micro_batches) for at in range(len(batches.source_names))),
+    ]
     status.enter("exchanging the batch's counts")
     flags = [error is not None, stop, save_failed, save_due, profile]
-    (failed, *others), sums = mesh.sum_over_rows([float(flag) for flag in flags], counts)
-    if failed:
+    ranks, sums = mesh.sum_over_rows([float(flag) for flag in flags], [float(count) for count in counts])
+    has_failed, any_stop, any_save_failed, any_save_due, any_profile = (count > 0 for count in ranks)
+    if has_failed:
         agree(error)
     items, supervised, inputs, pairs, capacity, *by_source = sums
-    if not supervised and not others[0]:
+    if not supervised and not any_stop:
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
-    named = dict(zip(batches.source_names, by_source, strict=True))
-    counted = micro_batches, items, supervised, inputs, pairs, capacity, named
-    *others, profile = (other > 0 for other in others)
-    return GlobalBatch(*counted, *others, seconds=seconds, profile=profile)
+    return GlobalBatch(
+        micro_batches,
+        num_items=items,
+        supervised_tokens=supervised,
+        input_tokens=inputs,
+        attention_pairs=pairs,
+        capacity=capacity,
+        tokens_by_source=dict(zip(batches.source_names, by_source, strict=True)),
+        stop=any_stop,
+        save_failed=any_save_failed,
+        save_due=any_save_due,
+        profile=any_profile,
+        seconds=seconds,
+    )
 
 
 def accumulate_gradients(
@@ -202,6 +271,8 @@ def accumulate_gradients(
     objective: Objective,
     shard: Callable[[Any], dict[str, Any]],
     fsdp: FSDPConfig,
+    balance: Balance | NoBalance | None = None,
+    names: MetricNames | None = None,
     end_phase: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
     """Forward and backward over this rank's micro-batches, one at a time on the device.
@@ -212,13 +283,15 @@ def accumulate_gradients(
     Args:
         model: a sharded model.
         shard: from a micro-batch on the host to this rank's inputs of ``objective``, on the device.
+        balance: adds the loss that balances experts, and counts their tokens; None: there is none.
+        names: of the objective's metrics; None: its metrics are not used.
         end_phase: called with "forward" and "backward" when each is over.
 
     Returns:
-        This rank's summed loss ÷ the global batch's items, a float32 scalar on the device, to be summed
-        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. The metrics of a
-        `Measured` objective follow.
+        What `pack_sums` made of this rank's micro-batches, ÷ the global batch's items, float32 on the device, to be
+        summed over all ranks.
     """
+    balance = balance or NoBalance()
     keeps_units = reshards_after_forward(fsdp) is False
     total = None
     batch.losses.clear()
@@ -231,14 +304,18 @@ def accumulate_gradients(
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or not keeps_units)
         status.enter("forward")
-        loss, parts, *_ = objective(model, shard(micro))
+        with balance.counting(micro) as counted:
+            loss, by_source, metrics = call_objective(objective, model, shard(micro))
+        loss, metrics = balance.add_loss(loss, metrics, counted)
+        if names is not None:
+            names.check(metrics)
+        sums = pack_sums(loss, by_source, metrics, names=() if names is None else names.names)
         batch.losses.append(loss.detach())
         end_phase("forward")
         status.enter("backward")
         (loss / batch.num_items).backward()  # gradients add up over ranks: `apply_fsdp`
         end_phase("backward")
-        found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
-        total = found if total is None else total + found
+        total = sums if total is None else total + sums
     assert total is not None, "a data-parallel rank has at least one micro-batch"
     return total / batch.num_items
 
@@ -256,7 +333,7 @@ def clip_gradients(model: nn.Module, *, max_norm: float) -> Tensor:
     return norm
 
 
-def step_record(
+def step_figures(
     local_loss: Tensor, norm: Tensor, lr: float, batch: GlobalBatch, *, names: Sequence[str], mesh: Mesh
 ) -> dict[str, float]:
     """Sum a step's loss over the ranks and read its figures, for which the host waits for the device once. Collective.
@@ -270,16 +347,17 @@ def step_record(
         ``loss``, ``grad_norm`` and ``lr``; the objective's metrics, divided by the items of the global batch; for a
         mix also ``loss/NAME``, the mean over that source's supervised tokens, if it has any in this batch.
     """
-    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    sums = mesh.sum_loss(local_loss.clone())
+    on_device = torch.cat([sums.double().flatten(), norm.detach().to(local_loss.device).double().flatten()])
     status.enter_device_wait()
-    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
+    *values, norm_value = on_device.tolist()
     status.enter("optimizer")
-    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
-    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
-    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
+    loss, by_source, metrics = unpack_sums(values, names)
+    figures = {"loss": loss, "grad_norm": norm_value, "lr": lr, **metrics}
+    for (name, tokens), part in zip(batch.tokens_by_source.items(), by_source, strict=False):
         if tokens:
-            record[f"loss/{name}"] = part * batch.num_items / tokens
-    return record
+            figures[f"loss/{name}"] = part * batch.num_items / tokens
+    return figures
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
@@ -323,9 +401,14 @@ def _norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dtype=torch.float64)
 
 
-def is_finite(record: Mapping[str, float]) -> bool:
+def is_finite(figures: Mapping[str, float]) -> bool:
     """Whether loss and gradient norm of a step are finite; if not, the step changed no parameter."""
-    return math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+    return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
+
+
+def is_due(every: int | str, step: int) -> bool:
+    """Whether something that happens every ``every`` steps (0, or a time: never) happens after ``step``."""
+    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 def raise_nonfinite(local_loss: Tensor, norm: float, batch: GlobalBatch, *, config: TrainingConfig, step: int) -> None:
@@ -350,7 +433,7 @@ def nonfinite_packs(batch: GlobalBatch, config: TrainingConfig) -> str:
     """
     bad, whole = [], []
     for micro, loss in zip(batch.micro_batches, batch.losses, strict=True):
-        packs = list(getattr(micro, "rows", ()))
+        packs = list(micro.rows) if isinstance(micro, Batch) else []
         whole += packs
         if not math.isfinite(loss.flatten()[0].item()):
             bad += packs

@@ -34,7 +34,7 @@ from fsdp2kit.objectives.distillation import (
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import DealtOut, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
-from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
+from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
 from tests.parallel.jobs import Case, build
 from tests.reference import make_batches, plain_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
@@ -206,12 +206,13 @@ def first_steps(folder: Path, cases: Sequence[tuple[Case, str, dict[str, Any]]])
         config, mesh, model = sharded.config, sharded.mesh, sharded.model
         section = DistillConfig(teacher=str(folder / teacher_name), **options)
         teacher = build_teacher(section, model, config=config, plan=sharded.plan, tokenizer=None)
-        objective = Measured(build_distillation(section, teacher, config=config, mesh=mesh))
+        objective = build_distillation(section, teacher, config=config, mesh=mesh)
+        names = MetricNames()
         dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
         first, shard = next_batch(dealt, 0, mesh=mesh), sharded.inputs
-        local = accumulate_gradients(model, first, objective=objective, shard=shard, fsdp=config.fsdp)
+        local = accumulate_gradients(model, first, objective=objective, names=names, shard=shard, fsdp=config.fsdp)
         assert all(parameter.grad is None for parameter in teacher.model.parameters())
-        assert objective.names == ("cross_entropy", "kl")
+        assert names.names == ("cross_entropy", "kl")
         gradients = {name: whole(gradient_of(parameter)) for name, parameter in model.named_parameters()}
         found.append((mesh.sum_loss(local.double()).tolist(), gradients))
     return found

@@ -22,7 +22,7 @@ from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import gradient_of, load_plain
 from fsdp2kit.rl.packing import Rollout, pack, token_values
-from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
+from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
 from tests.parallel.jobs import Case, build
 from tests.reference import full, tiny_model, tiny_model_dir
 from tests.rl.made_up import MAX_NEW, REWARDS, TEMPERATURE, make_rollouts, plain_loss
@@ -106,8 +106,14 @@ def _on_mesh(
     sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp, "micro_batch_size": case.micro}
     micro = batches_of(section, prompts, rollouts, seq_len=case.seq_len, **sizes)
     source: Any = SimpleNamespace(batch=lambda index: micro, source_names=())
-    batch, objective = next_batch(source, 0, mesh=mesh), Measured(policy)
-    sums = accumulate_gradients(sharded.model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp)
+    sums = accumulate_gradients(
+        sharded.model,
+        next_batch(source, 0, mesh=mesh),
+        objective=policy,
+        names=MetricNames(),
+        shard=sharded.inputs,
+        fsdp=config.fsdp,
+    )
     figures = [*mesh.sum_loss(sums.double()).tolist(), policy.figures({"log_prob_gap": 0.0})["log_prob_gap_max"]]
     return figures, {name: whole(gradient_of(p)) for name, p in sharded.model.named_parameters()}
 

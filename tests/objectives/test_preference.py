@@ -29,7 +29,7 @@ from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plain, plain_logits
 from fsdp2kit.torch_compat import parameter_groups
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
+from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
 from tests.parallel.jobs import Case, counted_compilations
@@ -95,15 +95,18 @@ def outcomes(folder: Path, cp: int, variants: list[tuple[str, int, bool]]) -> li
         config = config_of(folder, name, micro=micro, pack=pack, mesh={"cp": cp})
         tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
         loader = build_data(config, tokenizer=tokenizer, model=model, mesh=mesh).loader
-        objective = Measured(Preference(config.dpo, reference if config.dpo.needs_reference else None, mesh))
+        objective = Preference(config.dpo, reference if config.dpo.needs_reference else None, mesh)
+        names = MetricNames()
         batch = next_batch(loader, 0, mesh=mesh)
         assert batch.num_items == len(PAIRS)
         assert len(batch.micro_batches) == 8 // micro // mesh.sizes.dp
-        total = accumulate_gradients(model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp)
+        total = accumulate_gradients(
+            model, batch, objective=objective, names=names, shard=sharded.inputs, fsdp=config.fsdp
+        )
         loss, *metrics = mesh.sum_loss(total).tolist()
         gradients = {name: whole(gradient_of(p)).numpy().copy() for name, p in model.named_parameters()}
         model.zero_grad()
-        found.append(Outcome(loss, gradients, dict(zip(objective.names, metrics, strict=True))))
+        found.append(Outcome(loss, gradients, dict(zip(names.names, metrics, strict=True))))
     assert all(parameter.grad is None for parameter in reference.model.parameters())
     return found
 

@@ -15,7 +15,7 @@ from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
 from fsdp2kit.parity.engine import DealtOut
-from fsdp2kit.train import loop
+from fsdp2kit.train import profiling
 from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool
@@ -67,12 +67,12 @@ class SlowProfiler:
 
 def run_beside_a_slow_profiler(models: Path, case: Case, *, tells: bool) -> list[float]:
     """Seconds of each step, where the profiler takes three of its own after the second."""
-    original = loop.StepProfiler
-    loop.StepProfiler = lambda *_, **__: SlowProfiler(tells=tells)
+    original = profiling.StepProfiler
+    profiling.StepProfiler = lambda *_, **__: SlowProfiler(tells=tells)
     try:
         return [record["step_seconds"] for record in run(models, case, None)]
     finally:
-        loop.StepProfiler = original
+        profiling.StepProfiler = original
 
 
 @pytest.fixture(scope="module")

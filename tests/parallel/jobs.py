@@ -22,9 +22,10 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.train.balance import NoBalance
-from fsdp2kit.train.loop import NoCheckpoints, Run, train, train_step
+from fsdp2kit.train.loop import Run, train, train_step
 from fsdp2kit.train.metrics import Metrics
-from fsdp2kit.train.step import GlobalBatch, Measured, accumulate_gradients, cross_entropy
+from fsdp2kit.train.saving import NoCheckpoints
+from fsdp2kit.train.step import GlobalBatch, MetricNames, accumulate_gradients, cross_entropy
 from fsdp2kit.train.throughput import Throughput
 from tests.reference import LENGTH, STEPS, make_batches, plain_batches
 
@@ -146,15 +147,16 @@ def run_loop(sharded: Sharded, batches: Any, *, metrics: Metrics, **options: Any
 def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number: int = 1) -> dict[str, float]:
     """`train_step` on what a recipe would build around the model."""
     run = Run(sharded.config, sharded.mesh, sharded.plan, Recorder(sharded), Progress(step=number - 1))
-    objective = Measured(cross_entropy)
-    objective._is_first = False  # as in the middle of a run: the ranks have agreed on its metrics
+    names = MetricNames()
+    names._is_first = False  # as in the middle of a run: the ranks have agreed on the objective's metrics
     return train_step(
         run,
         sharded.model,
         optimizer,
         schedule,
         batch,
-        objective=objective,
+        objective=cross_entropy,
+        names=names,
         shard=sharded.inputs,
         balance=NoBalance(),
     )

@@ -113,8 +113,9 @@ def run_balanced(
         accumulate_gradients(
             model,
             next_batch(dealt, 0, mesh=mesh),
-            objective=balance.objective(cross_entropy),
-            shard=balance.shard(sharded.inputs),
+            objective=cross_entropy,
+            shard=sharded.inputs,
+            balance=balance,
             fsdp=config.fsdp,
         )
         balance.end_step(moves=False)

@@ -37,10 +37,10 @@ from fsdp2kit.parity.reference import (
     plain_logits,
     plain_loop,
 )
-from fsdp2kit.train import loop
+from fsdp2kit.train import saving
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import is_due, stream_seed
-from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
+from fsdp2kit.train.loop import stream_seed
+from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, is_due, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.reference import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
 from tests.traffic import count_traffic
@@ -447,7 +447,7 @@ def _saves_where_a_clock_runs_ahead(folder: Path, ahead: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == ahead:
             hours = itertools.count()
-            patch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+            patch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
         _run(folder, steps=3, save_every="30m", checkpoints=saves)
     return saves.steps
 

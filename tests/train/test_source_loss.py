@@ -16,7 +16,7 @@ from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
 from fsdp2kit.train.metrics import RECORD_KEYS
-from fsdp2kit.train.step import Measured, Objective, cross_entropy
+from fsdp2kit.train.step import MetricNames, Objective, cross_entropy, pack_sums, unpack_sums
 from tests.data.test_properties import as_documents
 from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
@@ -155,18 +155,23 @@ def test_a_metric_of_one_rank_alone_is_refused_on_all(pool: WorkerPool, models: 
 
 
 def test_metrics_have_names_of_their_own_and_keep_them() -> None:
-    names = ["accuracy"]
-
-    def objective(model: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        return torch.tensor(3.0), None, {name: torch.tensor(2.0) for name in names}
-
-    measured = Measured(objective, reserved=RECORD_KEYS)
-    loss, sums = measured(None, {})
-    assert (loss.item(), sums.tolist(), measured.names) == (3.0, [2.0], ("accuracy",))
-    names.append("entropy")
-    with pytest.raises(RunFailure, match="accuracy, entropy after accuracy"):
-        measured(None, {})
+    names = MetricNames(reserved=RECORD_KEYS)
+    names.check(["entropy", "accuracy"])
+    assert names.names == ("accuracy", "entropy")
+    with pytest.raises(RunFailure, match="accuracy after accuracy, entropy"):
+        names.check(["accuracy"])
     for taken in ("loss", "loss/code"):
-        names[:] = [taken]
         with pytest.raises(UserError, match=taken):
-            Measured(objective, reserved=RECORD_KEYS)(None, {})
+            MetricNames(reserved=RECORD_KEYS).check([taken])
+
+
+@pytest.mark.parametrize("sources", [None, [1.0, 2.0]])
+@pytest.mark.parametrize("names", [(), ("accuracy", "entropy")])
+def test_sums_that_are_packed_are_found_again(sources: list[float] | None, names: tuple[str, ...]) -> None:
+    loss = torch.tensor(3.0, requires_grad=True)
+    by_source = None if sources is None else torch.tensor(sources, dtype=torch.float64)
+    metrics: Any = {"entropy": torch.tensor(0.5), "accuracy": 2}
+    packed = pack_sums(loss, by_source, metrics, names=names)
+    assert (packed.dtype, packed.requires_grad) == (torch.float32, False)
+    found = unpack_sums(packed.flatten().tolist(), names)
+    assert found == (3.0, sources or [], {"accuracy": 2.0, "entropy": 0.5} if names else {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.parity.engine import DealtOut
-from fsdp2kit.train import loop, throughput
-from fsdp2kit.train.loop import NoCheckpoints
+from fsdp2kit.train import profiling, saving, throughput
+from fsdp2kit.train.saving import NoCheckpoints
 from fsdp2kit.train.step import cross_entropy
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_loop
 from tests.reference import make_batches, tiny_model_dir
@@ -135,7 +134,7 @@ def run_by_the_clock(
     evaluate = Evaluates(losses, lambda: clock.wait(of_evaluation)) if losses else None
     options: dict[str, Any] = {"checkpoints": saves, "objective": objective, "evaluate": evaluate}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (loop, throughput):
+        for module in (saving, throughput):
             patch.setattr(module, "time", clock)
         metrics = Recorder(sharded)
         run_loop(sharded, DealtOut(make_batches(steps), 4), metrics=metrics, **options)
@@ -170,7 +169,7 @@ def test_the_best_so_far_is_saved_where_it_is_kept(
 def shown_where_nothing_is_trained(folder: Path) -> list[list[str]]:
     """Which metrics the console shows of a run that only evaluates."""
     sharded = build(config_of(folder, Case("smollm2"), steps=0))
-    evaluate = Evaluates([1.0], objective=SimpleNamespace(shown=["accuracy"]))
+    evaluate = Evaluates([1.0], shown=["accuracy"])
     shown: list[list[str]] = []
     metrics = Recorder(sharded, on_log=lambda record: shown.append([*metrics.shown]))
     run_loop(sharded, DealtOut(make_batches(1), 1), metrics=metrics, evaluate=evaluate)
@@ -306,18 +305,18 @@ def test_a_save_knows_the_wandb_run_and_where_the_data_stand(pool: WorkerPool, m
 def profiler_of_a_resumed_run(folder: Path) -> tuple[int, int]:
     """Which step of the run the profiler is told that it starts with, and how many it is told to expect."""
     told: list[tuple[int, int]] = []
-    original = loop.StepProfiler
+    original = profiling.StepProfiler
 
     def record(*args: Any, steps: int, first_step: int, **options: Any) -> Any:
         told.append((first_step, steps))
         return original(*args, steps=steps, first_step=first_step, **options)
 
-    loop.StepProfiler = record
+    profiling.StepProfiler = record
     try:
         sharded = build(config_of(folder, Case("smollm2"), steps=4))
         run_loop(sharded, DealtOut(make_batches(4), 1), metrics=Recorder(sharded), progress=Progress(step=3))
     finally:
-        loop.StepProfiler = original
+        profiling.StepProfiler = original
     return told[0]
 
 
