@@ -34,7 +34,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.start import lock_run_dir, start_job, write_record
+from fsdp2kit.job.run_directory import lock_run_dir, write_record
+from fsdp2kit.job.start import start_job
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import build_model, decoder_layers, materialize

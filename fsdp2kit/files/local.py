@@ -13,11 +13,11 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdp2kit.errors import causes
+from fsdp2kit.errors import UserError, causes
 
 CHUNK_BYTES = 1 << 22
 # Windows has neither; pages of runs are read there.
@@ -48,6 +48,25 @@ def replace_file(path: Path, content: str | bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def writing(place: Path, *, where: str) -> Iterator[None]:
+    """Around what writes into a directory that the user chose: errors of the file system are the user's.
+
+    Args:
+        where: what the user would change, e.g. the key ``run.dir``.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    todo = f"choose another {where}"
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(where, f"{place} is a file, or lies under one", todo) from None
+    except OSError as error:
+        raise UserError(where, f"{place} cannot be written to ({error.strerror or error})", todo) from None
 
 
 def create_new(path: Path) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fsdp2kit.console import counted, runs_of, show
 from fsdp2kit.job import status
-from fsdp2kit.job import stop as stop_request
+from fsdp2kit.job import stop as stop_requests
 from fsdp2kit.job.status import Position
 from fsdp2kit.job.tracebacks import path_of, write_traceback
 from fsdp2kit.torch_compat import nccl_error
@@ -205,8 +205,8 @@ class Watch:
         with suppress(RuntimeError, OSError):
             if self._store.check([_LINE]):  # torchrun ends the others
                 return False
-            return self._store.add(f"fsdp2kit/run {stop_request.run_number()} asked on {self.host}", 1) == 1
-        return stop_request.is_first_local_rank()
+            return self._store.add(f"fsdp2kit/run {stop_requests.run_number()} asked on {self.host}", 1) == 1
+        return stop_requests.is_first_local_rank()
 
     def stop(self) -> None:
         """Stop reporting, at the end of a run. Rank 0, which keeps the store, waits a moment for the others."""
@@ -322,22 +322,22 @@ class Watch:
 
         Each rank says whether it has something to save. If none has, all end here.
         """
-        request = stop_request.current()
+        request = stop_requests.current()
         if request is None:
             return
-        key = f"fsdp2kit/stop of run {stop_request.run_number()}"
+        key = f"fsdp2kit/stop of run {stop_requests.run_number()}"
         reason = request.received  # the others look at their own clocks and launchers
         if reason is not None and self._asked != key:
             self._store.compare_set(key, "", f"{reason} on rank {self.rank}")
         if self._asked != key and self._store.check([key]):
             self._asked = key
-            request.hear_of(self._store.get(key).decode())
-            self._answer = "ends" if request.agree_to_end() else "goes on"
+            stop_requests.hear_of(self._store.get(key).decode())
+            self._answer = "ends" if request.start.agree_to_end() else "goes on"
             self._store.add(f"{key}: {self._answer}", 1)
         if self._asked == key and self._answer == "ends":
             if self._store.add(f"{key}: goes on", 0):
                 self._answer = "goes on"
-                request.go_on()
+                request.start.go_on()
             elif self._store.add(f"{key}: ends", 0) == len(self.hosts):
                 self._leave(key)
 
@@ -351,7 +351,7 @@ class Watch:
                 left = self._store.add(f"{key}: left", 0)
             if self.rank == 0:
                 time.sleep(self.period / 4)
-        stop_request.leave()
+        stop_requests.leave()
 
     def _ends_by_itself(self) -> bool:
         """Whether it has said how it ends, or handles an error, which may be one that every rank raises.
@@ -393,7 +393,7 @@ def watch(store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: flo
     """Report to the other ranks from now on; see `Watch`. Every rank calls it."""
     global _watch
     _watch = Watch(store, rank=rank, hosts=hosts, minutes=minutes, asks=asks)
-    if (request := stop_request.current()) is not None:
+    if (request := stop_requests.current()) is not None:
         request.share(_watch.is_first_asked)
 
 

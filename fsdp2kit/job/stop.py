@@ -7,6 +7,8 @@ makes all ranks raise it. The training loop then saves a checkpoint.
 Until the first step of a start changes the model (`begin_to_change`) there is nothing to save, so a run ends wherever
 it is: one rank by an exception in its main thread, several once all of them know (`fsdp2kit.job.lost_ranks`).
 
+`StopRequest` is what this rank knows, `Listener` hears it, `UnsavedStart` is what ends at once.
+
 torch is not imported here: signals are heard while it is imported.
 """
 
@@ -40,83 +42,168 @@ class Stopped(BaseException):
     """Work was left because the run is asked to stop. No failure, so ``except Exception`` does not catch it."""
 
 
-class StopRequest:
-    """``with StopRequest(max_minutes=…) as stop:`` then ``stop.requested`` on this rank.
+class UnsavedStart:
+    """The start of a run, until its first step changes the model: there is nothing to save.
 
-    A block inside another one shares its request. A second Ctrl-C interrupts as usual. The former handlers are
-    restored at the end of the outermost block.
+    A request ends it wherever it is: one rank by `Stopped` in its main thread, several once all of them know.
 
     Args:
-        max_minutes: ``run.max_minutes``; counts in this block alone.
-        signals: whether signals ask to stop.
-        ends_start: whether a request ends the run wherever it is, until `begin_to_change`.
-        ends_process: whether such an end may be that of the process, where the main thread does not get to it.
+        ends_process: whether that may be the end of the process, where the main thread does not get to it.
+        is_over: there is no such start, or no more.
     """
 
-    def __init__(
-        self,
-        *,
-        max_minutes: float | None = None,
-        signals: bool = True,
-        ends_start: bool = False,
-        ends_process: bool = False,
-    ) -> None:
-        self._minutes, self._signals = max_minutes, signals
-        self._is_start, self._ends_process, self.is_early = ends_start, ends_process, False
-        self._is_alone = os.environ.get("WORLD_SIZE", "1").strip() in ("", "1")
-        self._deadline: float | None = None
-        self._received: str | None = None
-        self._is_told = False  # by another rank
-        self._is_announced = False
-        self._interrupts_heard = self._interrupts_handled = 0
-        self._has_raised = False
-        self._former: dict[int, object] = {}
-        self._outer: StopRequest | None = None
-        self._over = threading.Event()
-        self._decision = threading.Lock()
-        self._agreed_to_end = False
+    def __init__(self, *, ends_process: bool = False, is_over: bool = False) -> None:
+        self.is_over = is_over
+        self.is_importing = False
+        """Whether nobody would catch `Stopped` yet: the process still imports what it needs."""
+        self._may_end_process = ends_process
+        self._has_agreed = False
         self._others_go_on = threading.Event()
-        self._shares = False
-        self._callbacks: list[Callable[[], object]] = []
+        self._decision = threading.Lock()
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether a request may end the process now."""
+        return self._may_end_process and not self.is_over
+
+    def agree_to_end(self) -> bool:
+        """Whether this rank has nothing to save. Then `begin_to_change` waits for what the other ranks say."""
+        with self._decision:
+            self._has_agreed = self.ends_process
+            return self._has_agreed
+
+    def go_on(self) -> None:
+        """Another rank has something to save, so this one goes on until all of them stop together."""
+        self._others_go_on.set()
+
+    def begin_to_change(self) -> None:
+        """From now on there is something to save."""
+        if self.is_over:
+            return
+        with self._decision:
+            self.is_over = not self._has_agreed
+        if not self.is_over:
+            self._others_go_on.wait(_ANSWER_SECONDS)  # and usually the process ends
+            self.is_over = True
+
+
+class StopRequest:
+    """What this rank knows of a request to stop its run.
+
+    Args:
+        start: what a request ends at once.
+    """
+
+    def __init__(self, start: UnsavedStart) -> None:
+        self.start = start
+        self.received: str | None = None
+        """`reason` where a signal asks to stop, on this rank or on another."""
+        self.deadline: float | None = None
+        """Of `time.monotonic`: ``run.max_minutes`` is over."""
+        self.is_told = False
+        """Whether another rank was asked, and not this one."""
+        self.is_shared = False
+        """Whether ranks tell each other of requests."""
         self.is_first_here: Callable[[], bool] = is_first_local_rank
         """Whether this rank prints the line about a request for its host."""
+        self._callbacks: list[Callable[[], object]] = []
 
-    def __enter__(self) -> StopRequest:
-        global _now, _runs
-        deadline = None if self._minutes is None else time.monotonic() + 60 * self._minutes
-        if _now is not None:
-            self._outer = _now
-            _now._deadline = deadline
-            return _now
-        self._deadline = deadline
-        _runs += 1
+    @property
+    def requested(self) -> bool:
+        """Whether this rank knows of a request."""
+        return self.reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name, that torchrun is gone, or ``run.max_minutes``; as another rank says if it was asked."""
+        if self.received is not None:
+            return self.received
+        if launcher_is_gone() and not self.start.ends_process:  # until then `meeting.watch` notices
+            return f"{launcher()} has ended"
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return "run.max_minutes"
+        return None
+
+    def lift_time_limit(self) -> None:
+        """What is left of this block has no limit."""
+        self.deadline = None
+
+    def share(self, is_first_here: Callable[[], bool]) -> None:
+        """Ranks tell each other of requests from now on.
+
+        Args:
+            is_first_here: whether this rank is the first of its host that asks.
+        """
+        self.is_shared = True
+        self.is_first_here = is_first_here
+
+    def when_asked(self, callback: Callable[[], object]) -> None:
+        """Have something called in the listener's thread as soon as this rank knows of a request."""
+        self._callbacks.append(callback)
+        if self.requested:
+            callback()
+
+    def call_back(self) -> None:
+        """Call those who wait for a request."""
+        for callback in [*self._callbacks]:
+            with suppress(Exception):
+                callback()
+
+
+class Listener:
+    """Hears requests to stop: by handlers of signals, and by a thread that also looks at the clock.
+
+    The thread says that a request was heard, and ends a start that does not end by itself. A second Ctrl-C interrupts
+    as usual.
+
+    Args:
+        request: what is heard.
+        signals: whether signals ask to stop.
+    """
+
+    def __init__(self, request: StopRequest, *, signals: bool = True) -> None:
+        self.request = request
+        self._signals = signals
+        self._is_alone = os.environ.get("WORLD_SIZE", "1").strip() in ("", "1")
+        self._is_announced = False
+        self._has_raised = False
+        self._interrupts_heard = 0
+        self._interrupts_handled = 0
+        self._former: dict[int, object] = {}
+        self._over = threading.Event()
+        self._closing = threading.Lock()
+
+    def begin(self) -> None:
+        """Install the handlers and start the thread."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakes = self._handle_signals()
-        _now = self
         self._thread = threading.Thread(target=self._listen, daemon=True, name="fsdp2kit-stop")
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        global _now
-        if self._outer is not None:
-            self._outer._deadline = None
-            return
+    def end(self) -> None:
+        """Restore the former handlers."""
         if self._wakes:
             signal.set_wakeup_fd(-1)
         for number, handler in self._former.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        _now = None
         self._over.set()
         self._wake(0)
         self._thread.join()
-        if self.reason is not None and not self._is_announced:
+        if self.request.requested and not self._is_announced:
             self._announce()
-        with self._decision:  # another thread may be in `hear_of`
+        with self._closing:  # another thread may be in `hear_of`
             os.close(self._read)
             os.close(self._write)
             self._write = -1
+
+    def hear_of(self, reason: str) -> None:
+        """Another rank was asked."""
+        if not self.request.requested:
+            self.request.is_told = True
+            self.request.received = reason
+        with self._closing:
+            self._wake(0)
 
     def _handle_signals(self) -> bool:
         """Install the handlers; whether signals wake the thread by themselves."""
@@ -137,7 +224,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler. It takes no lock and prints nothing: the main thread may be doing either."""
-        self._received = self._received or signal.Signals(number).name
+        request = self.request
+        request.received = request.received or signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupts_handled += 1
             # Two may come while the main thread is in one call: then this is called once.
@@ -147,9 +235,10 @@ class StopRequest:
                 interrupt(number, frame)
         if not self._wakes:
             self._wake(number)
-        if self._is_start and self._is_alone and not self.is_early and not self._has_raised:
+        start = request.start
+        if self._is_alone and not start.is_over and not start.is_importing and not self._has_raised:
             self._has_raised = True
-            raise Stopped(self._received)
+            raise Stopped(request.received)
 
     def _wake(self, number: int) -> None:
         with suppress(OSError):  # full: it will wake up
@@ -157,14 +246,15 @@ class StopRequest:
 
     def _listen(self) -> None:
         """The thread."""
+        request = self.request
         since = 0.0
         while not self._over.is_set():
             if select.select([self._read], [], [], _LOOK_SECONDS)[0]:
                 for number in os.read(self._read, 64):
                     self._interrupts_heard += number == signal.SIGINT
                     if number in self._former:
-                        self._received = self._received or signal.Signals(number).name
-            if self._over.is_set() or self.reason is None:
+                        request.received = request.received or signal.Signals(number).name
+            if self._over.is_set() or not request.requested:
                 continue
             if not self._is_announced:
                 since = time.monotonic()
@@ -173,17 +263,16 @@ class StopRequest:
 
     def _announce(self) -> None:
         """Say that the request was heard, and call those who wait for it."""
+        request = self.request
         self._is_announced = True
-        if not self._is_told and self.is_first_here():
-            if self._is_start and self._received:
+        if not request.is_told and request.is_first_here():
+            if request.received and not request.start.is_over:
                 then = "the run ends at once, and saves nothing"
             else:
                 then = "what is under way ends where it can, a checkpoint follows, and the run ends"
-            again = "; Ctrl-C again interrupts at once" if self._received == "SIGINT" else ""
-            console.say_here(f"asked to stop ({self.reason}) in {status.position()}: {then}{again}")
-        for callback in [*self._callbacks]:
-            with suppress(Exception):
-                callback()
+            again = "; Ctrl-C again interrupts at once" if request.received == "SIGINT" else ""
+            console.say_here(f"asked to stop ({request.reason}) in {status.position()}: {then}{again}")
+        request.call_back()
 
     def _end_start(self, seconds: float) -> None:
         """End this process if its main thread has not done so in time.
@@ -193,96 +282,79 @@ class StopRequest:
         Args:
             seconds: since the request.
         """
-        if not (self._is_start and self._ends_process and self._received):
+        request = self.request
+        if not request.received or not request.start.ends_process:
             return
-        waits = 0.0 if self.is_early else _LEAVE_SECONDS
-        if (self._is_alone or not self._shares) and seconds >= waits and self.agree_to_end():
+        waits = 0.0 if request.start.is_importing else _LEAVE_SECONDS
+        ends_by_itself = self._is_alone or not request.is_shared
+        if ends_by_itself and seconds >= waits and request.start.agree_to_end():
             leave()
 
-    @property
-    def requested(self) -> bool:
-        """Whether this rank knows of a request."""
-        return self.reason is not None
 
-    @property
-    def reason(self) -> str | None:
-        """The signal's name, that torchrun is gone, or ``run.max_minutes``; as another rank says if it was asked."""
-        if self._received is not None:
-            return self._received
-        if launcher_is_gone() and not (self._is_start and self._ends_process):  # until then `torchrun.watch` notices
-            return f"{launcher()} has ended"
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return "run.max_minutes"
-        return None
-
-    @property
-    def received(self) -> str | None:
-        """`reason` where a signal asks to stop, on this rank or on another."""
-        return self._received
-
-    def lift_time_limit(self) -> None:
-        """What is left of this block has no limit."""
-        self._deadline = None
-
-    def hear_of(self, reason: str) -> None:
-        """Another rank was asked."""
-        if self.reason is None:
-            self._is_told = True
-            self._received = reason
-        with self._decision:
-            self._wake(0)
-
-    def share(self, is_first_here: Callable[[], bool]) -> None:
-        """Ranks tell each other of requests from now on.
-
-        Args:
-            is_first_here: whether this rank is the first of its host that asks.
-        """
-        self._shares, self.is_first_here = True, is_first_here
-
-    def agree_to_end(self) -> bool:
-        """Whether this rank has nothing to save. Then `begin_to_change` waits for what the other ranks say."""
-        with self._decision:
-            self._agreed_to_end = self._is_start and self._ends_process
-            return self._agreed_to_end
-
-    def go_on(self) -> None:
-        """Another rank has something to save, so this one goes on until all of them stop together."""
-        self._others_go_on.set()
-
-    def begin_to_change(self) -> None:
-        """From now on there is something to save."""
-        if not self._is_start:
-            return
-        with self._decision:
-            self._is_start = self._agreed_to_end
-        if self._is_start:
-            self._others_go_on.wait(_ANSWER_SECONDS)  # and usually the process ends
-            self._is_start = False
-
-    def when_asked(self, callback: Callable[[], object]) -> None:
-        """Have something called in the thread as soon as this rank knows of a request."""
-        self._callbacks.append(callback)
-        if self.requested:
-            callback()
-
-
-_now: StopRequest | None = None
+_listener: Listener | None = None  # of the outermost block
 _runs = 0
 _last_words: list[Callable[[], object]] = []
 
 
+def _begin(request: StopRequest, *, signals: bool = True) -> Listener:
+    """Listen from here on."""
+    global _listener, _runs
+    listener = Listener(request, signals=signals)
+    listener.begin()
+    _listener = listener
+    _runs += 1
+    return listener
+
+
+def _end(listener: Listener) -> None:
+    global _listener
+    listener.end()
+    _listener = None
+
+
+@contextmanager
+def listening(
+    *, max_minutes: float | None = None, signals: bool = True, start: UnsavedStart | None = None
+) -> Iterator[StopRequest]:
+    """``with listening(max_minutes=…) as asked:`` then ``asked.requested`` on this rank.
+
+    A block inside another one shares its request. The former handlers of signals are restored at the end of the
+    outermost block.
+
+    Args:
+        max_minutes: ``run.max_minutes``; counts in this block alone.
+        signals: whether signals ask to stop.
+        start: what a request ends at once; None: nothing.
+    """
+    deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+    if _listener is not None:
+        request = _listener.request
+        request.deadline = deadline
+        try:
+            yield request
+        finally:
+            request.deadline = None
+        return
+    request = StopRequest(start or UnsavedStart(is_over=True))
+    request.deadline = deadline
+    listener = _begin(request, signals=signals)
+    try:
+        yield request
+    finally:
+        _end(listener)
+
+
 def listen_from_the_start() -> None:
     """Hear signals from here on, in a process that will run once it has imported what it needs: `running` goes on."""
-    request = StopRequest(ends_start=True, ends_process=True)
-    request.is_early = True
-    request.__enter__()
+    start = UnsavedStart(ends_process=True)
+    start.is_importing = True
+    _begin(StopRequest(start))
 
 
 def listen_no_more() -> None:
     """This process will not run itself."""
-    if _now is not None and _now.is_early:
-        _now.__exit__()
+    if _listener is not None and _listener.request.start.is_importing:
+        _end(_listener)
 
 
 @contextmanager
@@ -290,23 +362,29 @@ def running(*, ends_process: bool) -> Iterator[StopRequest]:
     """Hear requests to stop a run, from before its start to its end.
 
     Args:
-        ends_process: as of `StopRequest`.
+        ends_process: as of `UnsavedStart`.
     """
-    if _now is not None and _now.is_early:
-        request = _now
-        request.is_early = False
+    if _listener is not None and _listener.request.start.is_importing:
+        listener = _listener
+        listener.request.start.is_importing = False
         try:
-            yield request
+            yield listener.request
         finally:
-            request.__exit__()
+            _end(listener)
         return
-    with StopRequest(ends_start=True, ends_process=ends_process) as request:
+    with listening(start=UnsavedStart(ends_process=ends_process)) as request:
         yield request
 
 
 def current() -> StopRequest | None:
     """The request of the run in this process; None where nothing runs."""
-    return _now
+    return None if _listener is None else _listener.request
+
+
+def hear_of(reason: str) -> None:
+    """Another rank was asked to stop."""
+    if _listener is not None:
+        _listener.hear_of(reason)
 
 
 def run_number() -> int:
@@ -316,25 +394,25 @@ def run_number() -> int:
 
 def requested() -> bool:
     """Whether this rank knows that the run is asked to stop."""
-    return _now is not None and _now.requested
+    return _listener is not None and _listener.request.requested
 
 
 def check() -> None:
     """Raise `Stopped` if the run is asked to stop. For work whose ranks leave it together, as under `agreement`."""
-    if _now is not None and (reason := _now.reason) is not None:
+    if _listener is not None and (reason := _listener.request.reason) is not None:
         raise Stopped(reason)
 
 
 def begin_to_change() -> None:
     """Say that the model is about to change, so that from now on there is something to save."""
-    if _now is not None:
-        _now.begin_to_change()
+    if _listener is not None:
+        _listener.request.start.begin_to_change()
 
 
 def when_asked(callback: Callable[[], object]) -> None:
     """Have something called, in a thread, as soon as this rank knows of a request."""
-    if _now is not None:
-        _now.when_asked(callback)
+    if _listener is not None:
+        _listener.request.when_asked(callback)
 
 
 @contextmanager

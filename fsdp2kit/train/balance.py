@@ -49,9 +49,7 @@ class NoBalance:
     def counting(self, micro: Any) -> Iterator[Any]:
         yield None
 
-    def add_loss(
-        self, loss: Tensor, metrics: Mapping[str, Tensor], rows: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def add_loss(self, loss: Tensor, metrics: Mapping[str, Tensor], rows: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         return loss, metrics
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.job import status
-from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.distributed import gather_objects
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import is_due

@@ -20,8 +20,8 @@ from fsdp2kit.data.special import special_tokens
 from fsdp2kit.data.tokens import encode_prompt, plain_prompt_ids, special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import status, stop
-from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.job.distributed import agreement, reduce_numbers
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch

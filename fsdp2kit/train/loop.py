@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.job import meeting, status, stop
+from fsdp2kit.job.distributed import is_lost_rank, seconds_alive
 from fsdp2kit.job.lost_ranks import outlive_torchrun
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.distributed import is_lost_rank, seconds_alive
-from fsdp2kit.job.stop import StopRequest
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.torch_compat import compiled_graphs
@@ -94,7 +93,7 @@ def train(
         balance,
         explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank),
         saving_when_torchrun_ends(),
-        StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None) as asked,
+        stop.listening(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None) as asked,
     ):
         begin(run, evaluations, saves, checkpoints)
 

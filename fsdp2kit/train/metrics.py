@@ -18,7 +18,8 @@ from fsdp2kit.files.local import load_json, open_own, read_regular, replace_file
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.start import Job, free_path
+from fsdp2kit.job.run_directory import free_path
+from fsdp2kit.job.start import Job
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.throughput import Throughput

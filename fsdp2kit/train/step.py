@@ -19,9 +19,9 @@ from fsdp2kit.console import rows_text
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError
 from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.job.lost_ranks import name_ranks
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.torch_compat import float32_norms

@@ -21,7 +21,7 @@ import pytest
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.config.rl_schema import WeightSyncConfig
 from fsdp2kit.job import launcher, stop
-from fsdp2kit.job.stop import Stopped, StopRequest
+from fsdp2kit.job.stop import Stopped, UnsavedStart
 from fsdp2kit.report.read import read_run
 from fsdp2kit.rl.server import Server
 from tests.checkpoint.test_chaos import DEMO, TOML
@@ -254,7 +254,7 @@ def test_a_hang_up_asks_to_stop_unless_it_is_ignored(capsys: pytest.CaptureFixtu
     try:
         for handler, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
             signal.signal(signal.SIGHUP, handler)
-            with StopRequest() as request:
+            with stop.listening() as request:
                 signal.raise_signal(signal.SIGHUP)
                 assert request.requested is heard
             assert signal.getsignal(signal.SIGHUP) is handler
@@ -265,7 +265,7 @@ def test_a_hang_up_asks_to_stop_unless_it_is_ignored(capsys: pytest.CaptureFixtu
 
 def test_a_request_is_acknowledged_while_the_main_thread_is_in_one_call(capfd: pytest.CaptureFixture[str]) -> None:
     """Python runs no handler then: `ctypes` calls C's own sleep, as a collective waits."""
-    with StopRequest() as request:
+    with stop.listening() as request:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         said: list[str] = []
         threading.Timer(1.5, lambda: said.append(capfd.readouterr().out)).start()
@@ -295,11 +295,11 @@ def test_until_the_first_step_one_rank_is_left_by_an_exception() -> None:
 
 
 def test_a_rank_that_agreed_to_end_goes_on_where_another_trains() -> None:
-    request = StopRequest(ends_start=True, ends_process=True)
-    assert request.agree_to_end()
-    threading.Timer(0.2, request.go_on).start()
-    request.begin_to_change()
-    assert not request.agree_to_end()
+    start = UnsavedStart(ends_process=True)
+    assert start.agree_to_end()
+    threading.Timer(0.2, start.go_on).start()
+    start.begin_to_change()
+    assert not start.agree_to_end()
 
 
 class _Slow(Server):
@@ -312,7 +312,7 @@ class _Slow(Server):
 def test_a_request_to_a_server_is_broken_off() -> None:
     """The server sees that its client has gone, and does not generate any further."""
     section: Any = SimpleNamespace(sleep=False)
-    with socket.create_server(("127.0.0.1", 0)) as listener, StopRequest():
+    with socket.create_server(("127.0.0.1", 0)) as listener, stop.listening():
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         known: Any = {"run": "r", "is_main": True, "stops": (), "timeout": 600.0, "weight_sync": WeightSyncConfig()}
         server = _Slow(section, url, **known)

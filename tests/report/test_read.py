@@ -23,7 +23,7 @@ from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
 
-# Holds a run directory's lock, as `fsdp2kit.job.start.lock_run_dir` does, and stops in the middle of two lines.
+# Holds a run directory's lock, as `lock_run_dir` of `job/run_directory.py` does, and stops in the middle of two lines.
 HOLD = """
 import fcntl, json, os, platform, sys
 from pathlib import Path

@@ -26,7 +26,7 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import seconds_alive
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.stop import StopRequest
+from fsdp2kit.job.stop import listening
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.parity.reference import (
     IGNORE,
@@ -345,7 +345,7 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopRequest() as stop:
+    with listening() as stop:
         assert (stop.requested, stop.reason) == (False, None)
         signal.raise_signal(number)
         assert (stop.requested, stop.reason) == (True, number.name)
@@ -353,7 +353,7 @@ def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
 
 
 def test_a_second_ctrl_c_leaves_at_once() -> None:
-    with StopRequest() as stop:
+    with listening() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.reason == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
@@ -363,7 +363,7 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        with listening() as stop:
             signal.raise_signal(signal.SIGINT)
             assert not stop.requested
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -372,7 +372,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_time_runs_out() -> None:
-    with StopRequest(max_minutes=0.001) as stop:
+    with listening(max_minutes=0.001) as stop:
         assert not stop.requested
         time.sleep(0.07)
         assert stop.reason == "run.max_minutes"
