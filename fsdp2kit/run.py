@@ -131,7 +131,8 @@ def _recipe_of(config: TrainingConfig) -> tuple[Any, TrainingConfig]:
 
 def _finished(config: TrainingConfig) -> Finished:
     """Rank 0, which wrote the records, reads them for all. Collective."""
-    directory, records = Path(config.run.dir), []
+    directory = Path(config.run.dir)
+    records = []
     with distributed.agreement():
         path = directory / "metrics.jsonl"
         if distributed.rank() == 0 and path.is_file():  # a recipe of one's own may log nothing
@@ -180,7 +181,8 @@ def load_and_start(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, Tra
     The group is started even if `load` fails, and every rank raises its error: if ranks leave one by one, torchrun
     kills the others before they can report.
     """
-    loaded, error = None, None
+    loaded = None
+    error = None
     try:
         loaded = load(toml, overrides)
     except UserError as problem:
@@ -198,7 +200,8 @@ def load(toml: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tupl
         UserError: the TOML, the recipe or an override is wrong.
     """
     if isinstance(toml, Mapping):
-        path, values = Path("config"), toml
+        path = Path("config")
+        values = toml
     else:
         path = find_toml(str(toml))
         values = read_toml(path)
@@ -223,7 +226,8 @@ def _say(line: str) -> None:
 
 def find_toml(name: str) -> Path:
     """``name`` as a path, or else the package's TOML of that name, with or without ``.toml``."""
-    path, folder = Path(name).expanduser(), bundled_folder("toml")
+    path = Path(name).expanduser()
+    folder = bundled_folder("toml")
     if path.is_file():
         return path
     bundled = folder / (path.name if path.suffix == ".toml" else f"{path.name}.toml")
@@ -361,7 +365,8 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
         world_size, local_world_size, note = world_to_plan(config, ranks=world_size, verb="checks")
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):
-            lines, unchecked = [str(sizes)], recipe.check(config)
+            lines = [str(sizes)]
+            unchecked = recipe.check(config)
         else:
             from fsdp2kit.planner.check import check_offline  # after the environment is set: it imports the hub client
 

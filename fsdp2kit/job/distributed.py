@@ -83,7 +83,8 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     """
     global _hosts  # `agree` names them
     rank, size, local_rank, local_size = ranks_from_environment()
-    on_cuda, store = torch.cuda.is_available(), None
+    on_cuda = torch.cuda.is_available()
+    store = None
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
@@ -295,7 +296,8 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    is_first, phase = ranks_from_environment()[2] == 0, status.position().phase
+    is_first = ranks_from_environment()[2] == 0
+    phase = status.position().phase
     result: list[T] = []
     with ThreadPoolExecutor(max_workers=1) as thread:
         for turn in (True, False):

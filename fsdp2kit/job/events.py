@@ -80,7 +80,9 @@ class Events:
         """
         path = run_dir / "events.jsonl"
         with self._lock:
-            waiting, self._waiting, self._start = self._waiting or [], None, start
+            waiting = self._waiting or []
+            self._waiting = None
+            self._start = start
             try:
                 self._file = open_own(path, os.O_RDWR | os.O_APPEND)
                 size = os.fstat(self._file).st_size
@@ -111,7 +113,9 @@ class Events:
         if self._listener is not None:
             logging.getLogger(_PACKAGE).removeHandler(self._listener)
         with self._lock:
-            file, self._file, self._waiting = self._file, None, None
+            file = self._file
+            self._file = None
+            self._waiting = None
             if file is not None:
                 os.close(file)
 

@@ -31,7 +31,9 @@ _COPY = "copy it to every host, or put it on a disk that all of them share"
 
 _VISIBLE_SECONDS = 4.0  # that a network file system may take to show another host's new file
 _LOOK_SECONDS = 3.0  # for all inputs; what is not looked at by then is only checked to be there
-_FILES, _FILES_READ, _END_BYTES = 4096, 64, 2**16  # of one input: files listed, files read, bytes read at both ends
+_FILES = 4096  # of one input that are listed
+_FILES_READ = 64  # of one input that are read
+_END_BYTES = 2**16  # of a file that are read at both ends
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def check_hosts(config: TrainingConfig, world: World, *, seconds: float = _VISIB
     firsts = [world.hosts.index(host) for host in dict.fromkeys(world.hosts)]
     if len(firsts) < 2:
         return
-    found, problem = None, None
+    found = None
+    problem = None
     with contextlib.ExitStack() as tokens:
         try:
             if world.rank in firsts:
@@ -117,7 +120,8 @@ def _inputs(config: TrainingConfig) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Versions that all hosts must have alike, by name; fsdp2kit's with a digest of its source files."""
-    root, digest = Path(fsdp2kit.__file__).parent, hashlib.blake2b(digest_size=4)
+    root = Path(fsdp2kit.__file__).parent
+    digest = hashlib.blake2b(digest_size=4)
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return {
@@ -203,7 +207,8 @@ def _compare(ours: HostFacts, main: HostFacts) -> None:
         if key in main.inputs:
             _compare_input(key, one, main.inputs[key], ours.host, main.host)
     for key in dict.fromkeys([*main.settings, *ours.settings]):
-        here, there = ours.settings.get(key, "not set"), main.settings.get(key, "not set")
+        here = ours.settings.get(key, "not set")
+        there = main.settings.get(key, "not set")
         if here != there:
             what = f"{there[:80]} on {main.host} and {here[:80]} on {ours.host}"
             raise UserError(key, what, "start every host with the same TOML and overrides")
@@ -218,7 +223,8 @@ def _compare_input(key: str, ours: Look, main: Look, host: str, main_host: str) 
         return
     names = [*main.files, *ours.files]
     name = next(name for name in names if ours.files.get(name) != main.files.get(name))
-    here, there = ours.files.get(name), main.files.get(name)
+    here = ours.files.get(name)
+    there = main.files.get(name)
     if here is None or there is None:
         how = f"{name} is only on {host if there is None else main_host}"
     elif (size := here.split()[0]) != (size_there := there.split()[0]):
@@ -232,9 +238,11 @@ def _compare_input(key: str, ours: Look, main: Look, host: str, main_host: str) 
 @contextlib.contextmanager
 def _token(key: str, directory: Path) -> Iterator[Token]:
     """A new file there, or in the nearest directory above that exists; deleted at the end."""
-    folder, above = directory, 0
+    folder = directory
+    above = 0
     while not folder.is_dir() and folder != folder.parent:
-        folder, above = folder.parent, above + 1
+        folder = folder.parent
+        above += 1
     file = folder / f".fsdp2kit-start-{uuid.uuid4().hex}"
     try:
         file.touch(exist_ok=False)

@@ -15,7 +15,9 @@ from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.console import counted
 from fsdp2kit.job.distributed import ranks_per_node
 
-_MOST_ROWS, _MOST_CELLS = 5, 16  # of the drawing
+# Of the drawing.
+_MOST_ROWS = 5
+_MOST_CELLS = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Layout:
             ranks: in each group.
             apart: the distance from one rank of a group to the next, in ranks of the job.
         """
-        block, counts = ranks * apart, []
+        block = ranks * apart
+        counts = []
         for start in range(0, len(self.hosts), block):
             counts += [Counter(self.hosts[first : start + block : apart]) for first in range(start, start + apart)]
         return Span(
@@ -117,7 +120,8 @@ class Layout:
         Args:
             prices: by "cp", "expert" and "shard", the cost; by "hybrid", the cost of hybrid sharding instead.
         """
-        prices, lines = prices or {}, []
+        prices = prices or {}
+        lines = []
         subjects = {"cp": "cp crosses nodes", "expert": "ep crosses nodes", "shard": "shards cross nodes"}
         smaller = {"cp": ("mesh.cp", self.sizes.cp), "expert": ("mesh.ep", self.sizes.ep)}
         for dim, subject in subjects.items():
@@ -136,7 +140,8 @@ class Layout:
         return f"{key} = {fitting[-1]} stays within a node" if fitting else f"no smaller {key} stays within a node"
 
     def _instead_of_shards(self, price: str) -> str:
-        cp, shard = self.sizes.cp, self.sizes.dp_shard
+        cp = self.sizes.cp
+        shard = self.sizes.dp_shard
         if self.fsdp.strategy in HYBRID:
             fitting = [n for n in range(1, shard) if shard % n == 0 and not self.span(n * cp).crossing]
             todo = self._mesh_keys(self.sizes.world_size // (fitting[-1] * cp), fitting[-1]) if fitting else ""
@@ -153,7 +158,8 @@ class Layout:
 
     def hybrid(self) -> MeshSizes | None:
         """The mesh of hybrid sharding within nodes, with the same cp; None if nodes have no place for it."""
-        ranks, cp = ranks_per_node(self.hosts), self.sizes.cp
+        ranks = ranks_per_node(self.hosts)
+        cp = self.sizes.cp
         if ranks % cp or ranks == 1 or self.span(ranks).crossing:
             return None
         return MeshSizes(len(self.hosts) // ranks, ranks // cp, cp)

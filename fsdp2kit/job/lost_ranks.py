@@ -32,10 +32,13 @@ from fsdp2kit.job.tracebacks import path_of, write_traceback
 from fsdp2kit.torch_compat import nccl_error
 
 AGAIN = "start the run again: it resumes from its newest complete checkpoint"
-LOST, DONE = "lost another rank", "done"
+LOST = "lost another rank"
+DONE = "done"
 """How a rank has ended, besides its own errors."""
 _MOST_GROUPS = 4
-_LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
+_LINE = "fsdp2kit/line"
+_EXPLAINERS = "fsdp2kit/explainers"
+_WARNINGS = "fsdp2kit/warnings"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
@@ -44,7 +47,7 @@ _LATE = 0.95  # of run.timeout_minutes without a change of position
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank has written to the store last."""
 
     position: Position
@@ -58,7 +61,7 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> Report:
+    def decode(cls, text: bytes) -> RankReport:
         values = json.loads(text)
         return cls(**{**values, "position": Position(**values["position"])})
 
@@ -79,7 +82,7 @@ class Diagnosis:
     hosts: Sequence[str]
     minutes: float
     period: float
-    read: Callable[[], list[Report]]
+    read: Callable[[], list[RankReport]]
 
     def find(self, at: str, error: BaseException | None) -> str | None:
         """Name the ranks that failed, are lost or late, in one line. Takes up to four periods.
@@ -88,7 +91,8 @@ class Diagnosis:
             at: position of the collective.
             error: the collective's; None: it has not failed yet, and the result is None if no such rank is found.
         """
-        mine, before = status.position(), self.read()
+        mine = status.position()
+        before = self.read()
         others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
         deadline = time.monotonic() + 4 * self.period
         while True:
@@ -130,7 +134,7 @@ class Diagnosis:
         )
         return f"{at}: {what}; {todo}"
 
-    def describe_failed(self, rank: int, report: Report) -> str:
+    def describe_failed(self, rank: int, report: RankReport) -> str:
         what = f"rank {rank} on {self.hosts[rank]} failed in {report.position}: {report.end}"
         return f"{what}; see that host's log, or {path_of(rank)}"
 
@@ -158,7 +162,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
-def _where(report: Report) -> str:
+def _where(report: RankReport) -> str:
     return f"{report.position}, at {report.place}" if report.place else str(report.position)
 
 
@@ -179,12 +183,21 @@ class Watch:
         # A connection of its own: training's may be busy for as long as a collective takes to begin.
         self._address = store.host, store.port
         self._store = self._connect()
-        self.rank, self.hosts, self._minutes, self._asks = rank, tuple(hosts), minutes, asks
+        self.rank = rank
+        self.hosts = tuple(hosts)
+        self._minutes = minutes
+        self._asks = asks
         # 256 reports a second at most, whatever the number of ranks.
         self.period = max(1.0, len(hosts) / 256)
-        self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
+        self._beat = 0
+        self._end = ""
+        self._over = threading.Event()
+        self._knows = False
+        self._warnings = 0
         self._written: status.Position | None = None  # the position of the last report
-        self._asked, self._answer = "", ""  # about a request to stop: its keys in the store, and what this rank said
+        # About a request to stop: its key in the store, and what this rank said.
+        self._asked = ""
+        self._answer = ""
         self.leaves = False
         """Whether this process ends, as all ranks have agreed to because they have nothing to save."""
         self._failed_at: float | None = None  # when this rank's thread saw that another rank has failed, or is gone
@@ -244,7 +257,7 @@ class Watch:
         return Diagnosis(self.rank, self.hosts, self._minutes, self.period, self._read)
 
     def _announce(self) -> None:
-        mine = Report(status.position(), end=self._end)
+        mine = RankReport(status.position(), end=self._end)
         self._store.compare_set(_LINE, "", f"{mine.position}: {self._diagnosis().describe_failed(self.rank, mine)}")
         self._write_and_wait()
 
@@ -256,7 +269,8 @@ class Watch:
 
     def _explain(self, at: str, error: BaseException) -> str:
         self._write()
-        is_first, deadline = self._store.add(_EXPLAINERS, 1) == 1, time.monotonic() + 5 * self.period
+        is_first = self._store.add(_EXPLAINERS, 1) == 1
+        deadline = time.monotonic() + 5 * self.period
         while not is_first and not self._store.check([_LINE]) and time.monotonic() < deadline:
             time.sleep(self.period / 10)
         if not self._store.check([_LINE]):  # the first that asks may be killed before it has an answer
@@ -275,31 +289,38 @@ class Watch:
     def _write(self) -> None:
         position = status.position()
         # Only a rank that stays where it is may hold up others; reading its stack while it runs is not free of risk.
-        stays, self._written = position == self._written, position
+        stays = position == self._written
+        self._written = position
         place = status.place_of_work() if stays and not self._end else ""
-        self._store.set(_key(self.rank), Report(position, place, self._beat, self._end).encode())
+        self._store.set(_key(self.rank), RankReport(position, place, self._beat, self._end).encode())
 
-    def _read(self) -> list[Report]:
+    def _read(self) -> list[RankReport]:
         keys = [_key(rank) for rank in range(len(self.hosts))]
         if self._store.check(keys):
-            return [Report.decode(text) for text in self._store.multi_get(keys)]
+            return [RankReport.decode(text) for text in self._store.multi_get(keys)]
         texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
-        return [Report(Position()) if text is None else Report.decode(text) for text in texts]
+        return [RankReport(Position()) if text is None else RankReport.decode(text) for text in texts]
 
     def _report(self) -> None:
         """The thread: write the beat; end this process after another one's failure if it does not end by itself."""
-        since, number, asks, is_connected = time.monotonic(), -1, self._asks, True
+        since = time.monotonic()
+        number = -1
+        asks = self._asks
+        is_connected = True
         while not self._over.wait(self.period):
             self._beat += 1
             if status.position().number != number:
-                since, number, asks = time.monotonic(), status.position().number, self._asks
+                since = time.monotonic()
+                number = status.position().number
+                asks = self._asks
             if self._asks and not self._ends_by_itself() and (error := nccl_error()):
                 where = f"NCCL failed ({error}). It waited here:\n{_main_stack()}"
                 _explain_and_end(self, RuntimeError(f"NCCL: {error}"), where)
             try:
                 if not is_connected:
                     socket.create_connection(self._address, timeout=_CLIENT_SECONDS).close()  # torch would print
-                    self._store, is_connected = self._connect(), True
+                    self._store = self._connect()
+                    is_connected = True
                 self._write()
                 has_failed = self._store.check([_LINE])
                 if not has_failed:
@@ -313,7 +334,8 @@ class Watch:
                 if self._asks:
                     self._keep_stack()
             except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost, or this connection alone
-                is_connected, self._failed_at = False, self._failed_at or time.monotonic()
+                is_connected = False
+                self._failed_at = self._failed_at or time.monotonic()
                 if status.is_failing() and not self._ends_by_itself():
                     self._end_soon()
 
@@ -345,7 +367,8 @@ class Watch:
         """End this process once all ranks do: a rank that still worked would miss those that have gone."""
         self.leaves = True
         with suppress(RuntimeError, OSError):  # rank 0, which keeps the store, has left
-            left, deadline = self._store.add(f"{key}: left", 1), time.monotonic() + _LEAVE_SECONDS
+            left = self._store.add(f"{key}: left", 1)
+            deadline = time.monotonic() + _LEAVE_SECONDS
             while left < len(self.hosts) and time.monotonic() < deadline:
                 time.sleep(self.period / 20)
                 left = self._store.add(f"{key}: left", 0)
@@ -447,7 +470,8 @@ def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
     _ignore_sigterm()
     if is_lost:  # a save in the background may wait for that rank, too
         timer = threading.Timer(_LOST_SECONDS, _explain_and_end, (_watch, error))
-        timer.daemon, timer.name = True, "fsdp2kit-end"
+        timer.daemon = True
+        timer.name = "fsdp2kit-end"
         timer.start()
 
 

@@ -68,7 +68,8 @@ def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> dist.TCPS
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         return store
     except (RuntimeError, OSError) as error:
-        minutes, why = timeout.total_seconds() / 60, str(error).partition("\n")[0]
+        minutes = timeout.total_seconds() / 60
+        why = str(error).partition("\n")[0]
         raise RunFailure(
             f"rank {rank} of {size} did not meet the others at {place} (run.timeout_minutes = {minutes:g}): {why}; "
             "see that every host runs the same command and can reach that port"
@@ -77,7 +78,8 @@ def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> dist.TCPS
 
 def _store_of_attempt(rank: int, timeout: timedelta) -> dist.TCPStore:
     """The store of this attempt alone: rank 0 opens it on a free port of its host."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + timeout.total_seconds()
     socket.create_connection((host, port), timeout=timeout.total_seconds()).close()  # fails at once; torch waits
     of_torchrun = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

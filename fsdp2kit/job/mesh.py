@@ -151,7 +151,8 @@ def _group_along(ranks: Tensor, dim: int, name: str) -> ProcessGroup:
     if ranks.shape[dim] == ranks.numel() and (ranks.numel() == 1 or name not in ("cp", "expert")):
         return job
     lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    made, key = _GROUPS.setdefault(job, {}), (name, str(lists))
+    made = _GROUPS.setdefault(job, {})
+    key = (name, str(lists))
     if key not in made:
         group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of())
         assert isinstance(group, ProcessGroup), "every rank is in a group"

@@ -53,7 +53,9 @@ class ProfileRequest:
     """
 
     def __init__(self, noted: NotedSignal, *, file: Path | None, message: Callable[[str], None]) -> None:
-        self._noted, self._file, self._message = noted, file, message
+        self._noted = noted
+        self._file = file
+        self._message = message
 
     @property
     def is_asked(self) -> bool:

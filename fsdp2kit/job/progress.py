@@ -41,7 +41,8 @@ class Progress:
 
     def after_step(self, tokens: int, input_tokens: int, *, is_finite: bool = True) -> Progress:
         """The progress when one more global batch, of so many tokens, is done."""
-        total, input_total = self.tokens_total + tokens, self.input_tokens_total + input_tokens
+        total = self.tokens_total + tokens
+        input_total = self.input_tokens_total + input_tokens
         nonfinite = 0 if is_finite else self.nonfinite_steps + 1
         return replace(
             self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total, nonfinite_steps=nonfinite

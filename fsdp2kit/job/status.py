@@ -19,7 +19,8 @@ _DEVICE = "waiting for the device"
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
 _PACKAGE = str(Path(__file__).parents[1])
 # Tensor dispatch and FSDP's hooks compute; they wait in functions of the other files of torch.distributed.
-_COLLECTIVES, _COMPUTES = "/torch/distributed/", ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
+_COLLECTIVES = "/torch/distributed/"
+_COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
 _CALLS_OPERATORS = "/torch/_ops.py"
 
 
@@ -99,7 +100,9 @@ def stop() -> None:
 def take_looks() -> tuple[int, int]:
     """How often the thread has looked since the last call, and how often the main thread was waiting."""
     global _looks, _waits
-    taken, _looks, _waits = (_looks, _waits), 0, 0
+    taken = (_looks, _waits)
+    _looks = 0
+    _waits = 0
     return taken
 
 

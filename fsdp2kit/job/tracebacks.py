@@ -46,7 +46,8 @@ def write_traceback(text: str) -> bool:
     """
     if _folder is None:
         return False
-    now, rank = datetime.now(timezone.utc).isoformat(timespec="seconds"), int(os.environ.get("RANK", "0"))
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    rank = int(os.environ.get("RANK", "0"))
     try:
         _folder.mkdir(parents=True, exist_ok=True)
         handle = open_own(_folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_APPEND)

@@ -52,7 +52,8 @@ class Teacher:
 
     def describe(self) -> str:
         """It in a line, for the start of a run."""
-        name, units = self.plan.model.path, len(self.plan.units)
+        name = self.plan.model.path
+        units = len(self.plan.units)
         return f"teacher: {name}, {self.plan.parameters:,} parameters in {self.plan.ledger.compute}, {units} units"
 
 
@@ -135,7 +136,8 @@ def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: Par
     """The config of a run that would train the teacher on the same batches, cut in the same way."""
     # Its own classes and modules have other names.
     named = {"class_dtypes": {}, "unit_classes": [], "ignored_modules": []}
-    attention, trusts = plan.attention, config.model.trust_remote_code
+    attention = plan.attention
+    trusts = config.model.trust_remote_code
     sections = {
         "model": ModelConfig(path=section.teacher, attention=attention.kernel, trust_remote_code=trusts),
         "fsdp": config.fsdp.model_copy(update=named),
@@ -215,7 +217,8 @@ class Distillation:
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """See `fsdp2kit.train.step.Objective`. Collective."""
         inputs = dict(inputs)
-        groups, num_groups = inputs.pop("groups", None), inputs.pop("num_groups", 0)
+        groups = inputs.pop("groups", None)
+        num_groups = inputs.pop("num_groups", 0)
         # First, while no activations are kept for a backward.
         with torch.no_grad():
             states, _ = self.teacher.target_states(**inputs)
@@ -263,7 +266,8 @@ def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillC
     """
     # Σ (p − q) = 0 is part of both sums: it takes the rounding of the normalisers out of them, which at a high
     # temperature is larger than the divergence.
-    temperature, weight = section.temperature, section.cross_entropy_weight
+    temperature = section.temperature
+    weight = section.cross_entropy_weight
     shared = min(logits.shape[1], target.shape[1])
     log_p = _log_softmax(logits[:, :shared], temperature)
     log_q = _log_softmax(target[:, :shared], temperature)

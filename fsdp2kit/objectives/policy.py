@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig, RolloutConfig
 from fsdp2kit.job.distributed import reduce_numbers
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.objectives.reference import Reference, build_reference
+from fsdp2kit.objectives.reference import ReferenceModel, build_reference
 from fsdp2kit.parallel.plan import ParallelPlan
 
 _EPSILON = 1e-4  # added to a group's standard deviation, as in TRL
@@ -66,8 +66,12 @@ class PolicyLoss:
         reference: the frozen model that the KL term compares with; None: there is no such term.
     """
 
-    def __init__(self, section: GRPOConfig, rollout: RolloutConfig, *, reference: Reference | None = None) -> None:
-        self._section, self._rollout, self._reference = section, rollout, reference
+    def __init__(
+        self, section: GRPOConfig, rollout: RolloutConfig, *, reference: ReferenceModel | None = None
+    ) -> None:
+        self._section = section
+        self._rollout = rollout
+        self._reference = reference
         self._largest_gap: Tensor | None = None
 
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None, dict[str, Tensor]]:
@@ -126,6 +130,7 @@ def clipped_losses(
         before: ``[N]``, under the policy that the ratio is relative to.
     """
     ratio = (log_probs - before).exp()
-    low, high = 1 - section.clip_low, 1 + section.clip_high
+    low = 1 - section.clip_low
+    high = 1 + section.clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))

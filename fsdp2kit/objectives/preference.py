@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp2kit.config.optimization import DPOConfig, PlainDPOConfig, SimPOConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.objectives.reference import Reference, build_reference
+from fsdp2kit.objectives.reference import ReferenceModel, build_reference
 from fsdp2kit.parallel.plan import ParallelPlan
 
 
@@ -36,13 +36,14 @@ class Preference:
     """A `fsdp2kit.train.step.Objective` on pairs of answers; see `build_preference`."""
 
     section: DPOConfig
-    reference: Reference | None
+    reference: ReferenceModel | None
     mesh: Mesh
 
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None, dict[str, Tensor]]:
         """The loss summed over the micro-batch's pairs, and sums of the metrics; collective under a ``cp`` > 1."""
         inputs = {name: value for name, value in inputs.items() if name not in ("groups", "num_groups")}
-        documents, count = inputs.pop("documents"), inputs.pop("num_documents")
+        documents = inputs.pop("documents")
+        count = inputs.pop("num_documents")
         # First, while no activations are kept for a backward.
         expected = self.reference.token_log_probs(**inputs)[0] if self.reference else None
         log_probs, _ = model.token_log_probs(**inputs)
@@ -53,9 +54,12 @@ class Preference:
         sums = self.mesh.sum_over_cp(rows.new_zeros(len(rows), count).index_add(1, documents, rows))
         scores, totals, tokens, squares = sums
         if self.section.is_normalised:
-            scores, totals = scores / tokens, totals / tokens
-        chosen, rejected = scores[0::2], scores[1::2]
-        losses, beta = pair_losses(chosen, rejected, section=self.section), self.section.beta
+            scores = scores / tokens
+            totals = totals / tokens
+        chosen = scores[0::2]
+        rejected = scores[1::2]
+        losses = pair_losses(chosen, rejected, section=self.section)
+        beta = self.section.beta
         margins = beta * (chosen - rejected).detach()
         metrics = {  # the console leaves out names with a "/"
             "accuracy": (margins > 0).to(margins.dtype),
@@ -75,7 +79,8 @@ class Preference:
     def measured_by(self) -> dict[str, str]:
         """What a held-out loss depends on, by the TOML's keys: `fsdp2kit.train.evaluation.Evaluation.measured_by`."""
         section = self.section
-        found = {"dpo.beta": section.beta, "dpo.label_smoothing": getattr(section, "label_smoothing", 0.0)}
+        smoothing = section.label_smoothing if isinstance(section, PlainDPOConfig) else 0.0
+        found = {"dpo.beta": section.beta, "dpo.label_smoothing": smoothing}
         found |= {"dpo.gamma": section.margin} if isinstance(section, SimPOConfig) else {}
         return {name: str(value) for name, value in found.items()}
 
@@ -97,7 +102,8 @@ def pair_losses(chosen: Tensor, rejected: Tensor, *, section: DPOConfig) -> Tens
         chosen, rejected: each answer's score, ``[P]``: log π(y|x) − log π_ref(y|x), or without a reference log π(y|x);
             summed over the answer's tokens, or their mean where `DPOConfig.is_normalised`.
     """
-    beta, difference = section.beta, chosen - rejected
+    beta = section.beta
+    difference = chosen - rejected
     if isinstance(section, PlainDPOConfig):
         wrong = section.label_smoothing
         return -(1 - wrong) * F.logsigmoid(beta * difference) - wrong * F.logsigmoid(-beta * difference)

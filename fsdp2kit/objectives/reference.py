@@ -24,7 +24,7 @@ from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.torch_compat import forget_forwards
 
 
-def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> Reference:
+def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> ReferenceModel:
     """The reference of a run, with its values. Collective.
 
     A copy is stored in the dtypes that it computes in: the numbers are the same, since the trained model's parameters
@@ -36,10 +36,10 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
     """
     adapter = adapter_of(model)
     if adapter is not None and adapter.directory is None:  # new adapters begin by adding nothing
-        return Reference(model, is_trained=True)
+        return ReferenceModel(model, is_trained=True)
     copy = build_model(config.model, lora=config.lora).eval().requires_grad_(False)
     parallelize_frozen(copy, plan, mesh=mesh, seed=config.run.seed)
-    return Reference(copy, is_trained=False)
+    return ReferenceModel(copy, is_trained=False)
 
 
 def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int) -> None:
@@ -51,7 +51,7 @@ def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int)
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceModel:
     """A frozen model's log-probabilities; see `build_reference`."""
 
     model: Any

@@ -96,7 +96,8 @@ class Balance:
         lengths = micro.lengths if isinstance(micro, Batch) else None
         if lengths is None:
             lengths = torch.full(shape[:1], shape[1])
-        cp_rank, cp = self._mesh.cp_rank, self._mesh.sizes.cp
+        cp_rank = self._mesh.cp_rank
+        cp = self._mesh.sizes.cp
         chunks = chunks_of(cp_rank, cp=cp, length=shape[1], method=self._plan.attention.method)
         is_token = take_chunks(torch.arange(shape[1]) < lengths[:, None], chunks)
         device = self._mesh.device
@@ -162,7 +163,8 @@ def load_figures(layers: list[list[int]]) -> dict[str, float]:
         the layers. ``moe/entropy``: the entropy of a layer's shares of tokens ÷ log E, the mean over the layers. All
         are 1 where the load is even.
     """
-    peaks, entropies = [], []
+    peaks = []
+    entropies = []
     for counts in layers:
         total = sum(counts)
         shares = [count / total for count in counts if count]

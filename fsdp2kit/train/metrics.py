@@ -59,7 +59,9 @@ def build_metrics(
         progress: where the run starts, and the wandb run that it continues. Default: a fresh run.
         total_steps: of the whole run, for the progress line.
     """
-    progress, world, start = progress or Progress(), job.world, job.environment.get("start")
+    progress = progress or Progress()
+    world = job.world
+    start = job.environment.get("start")
     throughput = Throughput(plan.flops, device=world.device, world_size=world.size, memory_by_phase=True, start=start)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
     if progress.step:
@@ -106,7 +108,10 @@ class Metrics:
         """
         self.throughput = throughput
         """Counts steps into speeds and peak memory, on every rank."""
-        self._console, self._path, self._trackers, self._records = console, path, trackers, records
+        self._console = console
+        self._path = path
+        self._trackers = trackers
+        self._records = records
         self.events = events or Events()
         """Where the loop records what it does besides its steps."""
         self.shown: Collection[str] = ()
@@ -169,7 +174,9 @@ class Metrics:
             tracker.close(ok)
         if self._console is not None:
             self._console.close()
-        self._console, self._path, self._trackers = None, None, ()
+        self._console = None
+        self._path = None
+        self._trackers = ()
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -273,7 +280,8 @@ class Console:
 
     def _seconds_left(self, record: Mapping[str, Any]) -> float | None:
         """Estimate for the remaining steps by wall clock, including evaluations and checkpoints."""
-        step, now = record["step"], time.monotonic()
+        step = record["step"]
+        now = time.monotonic()
         if self._first is None:
             self._first = (step, now)  # without the first step, which compiles and warms up
         first_step, since = self._first

@@ -72,7 +72,8 @@ def what_is_alive(model: nn.Module, optimizer: Optimizer) -> Alive:
     states = (value for state in optimizer.state.values() for value in state.values())
     device = torch.cuda.current_device()
     known = [_bytes_on_device(tensors) for tensors in (parameters, (p.grad for p in parameters), states)]
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allocated = torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
     return Alive(*known, activations=max(0, allocated - sum(known)), unused=reserved - allocated, total=total)
 

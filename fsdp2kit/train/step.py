@@ -431,7 +431,8 @@ def nonfinite_packs(batch: GlobalBatch, config: TrainingConfig) -> str:
 
     A pack without packing is a padded row. "" for batches that do not know their packs.
     """
-    bad, whole = [], []
+    bad = []
+    whole = []
     for micro, loss in zip(batch.micro_batches, batch.losses, strict=True):
         packs = list(micro.rows) if isinstance(micro, Batch) else []
         whole += packs

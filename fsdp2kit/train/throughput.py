@@ -22,7 +22,8 @@ PHASES = ("forward", "backward", "optimizer")
 """Forward includes moving the micro-batch to the device; optimizer the gradient norm and clipping."""
 
 _LEAST_LOOKS = 80  # with 20, a true ratio of 3.3 was measured as 1.5 to 11
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
 
 
 class Throughput:
@@ -45,7 +46,9 @@ class Throughput:
         memory_by_phase: bool = False,
         start: int | None = None,
     ) -> None:
-        self._counts, self._world_size, self._number = counts, world_size, start
+        self._counts = counts
+        self._world_size = world_size
+        self._number = start
         # Since the last `find_straggler` with enough of them: seconds, those for data, looks, and how many saw a wait.
         self._spent = [0.0, 0.0, 0.0, 0.0]
         self.memory = PhaseMemory(device, by_phase=memory_by_phase)
@@ -76,7 +79,9 @@ class Throughput:
         ``seconds_to_first_step`` counts from the start of this rank's process, including imports, reading the data,
         loading the weights and, for compiled layers, ``compile_seconds``.
         """
-        self.has_begun, seconds, compiling = True, seconds_alive(), compile_seconds()
+        self.has_begun = True
+        seconds = seconds_alive()
+        compiling = compile_seconds()
         self._start = {"seconds_to_first_step": seconds}
         if self._number is not None:
             self._start["start"] = self._number

@@ -65,7 +65,8 @@ class Guarded:
     """A tracker whose first error is told and switches it off; its methods raise none of the tracker's errors."""
 
     def __init__(self, name: str, start: Callable[[], Tracker], message: Callable[[str], None]) -> None:
-        self._name, self._message = name, message
+        self._name = name
+        self._message = message
         self._tracker: Tracker | None = None
         try:
             self._tracker = start()
@@ -129,10 +130,12 @@ class Mlflow:
     """
 
     def __init__(self, experiment: str, *, run_dir: Path, step: int, config: Mapping[str, Any]) -> None:
-        home, kept = run_dir.resolve().parent, run_dir / "mlflow-run"
+        home = run_dir.resolve().parent
+        kept = run_dir / "mlflow-run"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = client = _connect(uri or f"sqlite:///{home / 'mlflow.db'}")
-        self._thread, self._sent = ThreadPoolExecutor(1, "fsdp2kit-mlflow"), Future()
+        self._thread = ThreadPoolExecutor(1, "fsdp2kit-mlflow")
+        self._sent = Future()
         self._sent.set_result(None)
         self._last = -1
         if step and kept.is_file() and self._continue(read_text(kept).strip()):
@@ -158,13 +161,15 @@ class Mlflow:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        self._id, self._last = run, max((at.step for at in self._client.get_metric_history(run, "loss")), default=-1)
+        self._id = run
+        self._last = max((at.step for at in self._client.get_metric_history(run, "loss")), default=-1)
         return True
 
     def log(self, record: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        now, step = round(1000 * time.time()), record["step"]
+        now = round(1000 * time.time())
+        step = record["step"]
         metrics = [Metric(_name(key), float(value), now, step) for key, value in _numbers(record).items()]
         if step > self._last:
             self._send(partial(self._client.log_batch, self._id, metrics=metrics))

@@ -49,7 +49,8 @@ class WandbRun:
     """A started wandb run, or one that is off. Its methods never raise an error of wandb's."""
 
     def __init__(self, run: Any | None, *, wandb_id: str | None, message: Callable[[str], None]) -> None:
-        self._run, self._message = run, message
+        self._run = run
+        self._message = message
         self.id: str | None = wandb_id if run is None else run.id
         """Saved with the checkpoint; `start_wandb` continues the same run with it."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed, lost_ranks, status, tracebacks
-from fsdp2kit.job.lost_ranks import Report, Watch, name_ranks
+from fsdp2kit.job.lost_ranks import RankReport, Watch, name_ranks
 from fsdp2kit.job.status import Position
 from tests.checkpoint.test_chaos import TOML
 from tests.job.test_signals import steps_done
@@ -205,7 +205,7 @@ def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
     monkeypatch.setattr(tracebacks, "_folder", tmp_path)
     monkeypatch.setenv("RANK", "0")  # of both, which write here
     for rank, phase in ((2, "backward"), (3, "forward")):
-        store.set(f"fsdp2kit/rank/{rank}", Report(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
+        store.set(f"fsdp2kit/rank/{rank}", RankReport(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
     watches = [watch_of(store, rank, asks=True) for rank in (1, 0)]
     deadline, said = time.monotonic() + 40, ""
     while "\n" not in said and time.monotonic() < deadline:
@@ -225,7 +225,7 @@ def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
 def test_ranks_of_a_host_print_once_and_later_ones_repeat_the_first(store: dist.TCPStore) -> None:
     """Rank 3 fails by itself. Rank 1 notices, then rank 0, of the same host, and rank 2."""
     watches = [watch_of(store, rank) for rank in (1, 0, 2)]
-    store.set("fsdp2kit/rank/3", Report(Position(7, 12, "", "forward"), end="ValueError: a bug").encode())
+    store.set("fsdp2kit/rank/3", RankReport(Position(7, 12, "", "forward"), end="ValueError: a bug").encode())
     for watch in watches:
         watch._over.set()  # only what they are asked
     lines = [watch.explain(RuntimeError("gloo/transport")) for watch in watches]
@@ -267,8 +267,8 @@ def eventually(holds: Callable[[], bool], *, seconds: float = 20) -> bool:
     return found
 
 
-def report_of(store: dist.TCPStore, rank: int) -> Report:
-    return Report.decode(store.get(f"fsdp2kit/rank/{rank}"))
+def report_of(store: dist.TCPStore, rank: int) -> RankReport:
+    return RankReport.decode(store.get(f"fsdp2kit/rank/{rank}"))
 
 
 @pytest.mark.parametrize("is_gone", [False, full(True)])
@@ -333,15 +333,17 @@ def test_nobody_is_late_for_a_rank_that_works(store: dist.TCPStore) -> None:
     """Others tokenise at the same position, as this rank does, or before it; late is only who others wait for."""
     watch, mine = watch_of(store, 0), status.position()
     behind = replace(mine, number=mine.number - 1)
-    store.set("fsdp2kit/rank/3", Report(behind, "x.py:3 in read").encode())
+    store.set("fsdp2kit/rank/3", RankReport(behind, "x.py:3 in read").encode())
     watch._over.set()
     for rank in (1, 2):
-        store.set(f"fsdp2kit/rank/{rank}", Report(mine, "x.py:3 in read", end="done" if rank == 1 else "").encode())
+        store.set(
+            f"fsdp2kit/rank/{rank}", RankReport(mine, "x.py:3 in read", end="done" if rank == 1 else "").encode()
+        )
     beats = itertools.count(1)
     read = watch._read
     watch._read = lambda: [replace(report, beat=next(beats)) for report in read()]
     assert watch._diagnosis().find("here", None) is None
-    store.set("fsdp2kit/rank/3", Report(mine, "x.py:3 in read").encode())
+    store.set("fsdp2kit/rank/3", RankReport(mine, "x.py:3 in read").encode())
     assert watch._diagnosis().find("here", None) is None
     line = watch._diagnosis().find("here", RuntimeError("gloo/transport"))
     where = f"ranks 2 and 3 on b are still in {mine}, at x.py:3 in read"
@@ -404,7 +406,7 @@ def test_what_nccls_watchdog_finds_is_explained_and_ends_the_rank(
         monkeypatch.setattr(lost_ranks, name, value)
     monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._over.set()))
     for rank in (1, 2, 3):
-        store.set(f"fsdp2kit/rank/{rank}", Report(Position(9, 12, "", "backward"), beat=5).encode())
+        store.set(f"fsdp2kit/rank/{rank}", RankReport(Position(9, 12, "", "backward"), beat=5).encode())
     watch = watch_of(store, 0, asks=True)
     watch.period, watch._minutes = 0.1, 100.0  # no warning before
     beat = report_of(store, 0).beat
