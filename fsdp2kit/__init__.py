@@ -123,10 +123,10 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.run import load_config as load_config
     from fsdp2kit.run import run as run
     from fsdp2kit.train.evaluation import build_evaluation as build_evaluation
-    from fsdp2kit.train.loop import Run as Run
     from fsdp2kit.train.loop import train as train_loop
     from fsdp2kit.train.mean_loss import build_mean_loss as build_mean_loss
     from fsdp2kit.train.metrics import build_metrics as build_metrics
+    from fsdp2kit.train.run import Run as Run
     from fsdp2kit.train.step import clip_gradients as clip_gradients
     from fsdp2kit.train.step import cross_entropy as cross_entropy
 
@@ -157,7 +157,7 @@ _HOMES = {
     "build_checkpoints": "checkpoint.run",
     "build_evaluation": "train.evaluation",
     "build_metrics": "train.metrics",
-    "Run": "train.loop",
+    "Run": "train.run",
     "train_loop": "train.loop",
     "cross_entropy": "train.step",
     "build_mean_loss": "train.mean_loss",

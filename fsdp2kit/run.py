@@ -36,8 +36,7 @@ from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import begin_output, counted, positive, show
 from fsdp2kit.errors import KnownFailure, UserError, nearest
-from fsdp2kit.files.local import bundled_folder as bundled_folder
-from fsdp2kit.files.local import load_json, read_regular
+from fsdp2kit.files.local import bundled_folder, load_json, read_regular
 from fsdp2kit.job import distributed, lost_ranks
 from fsdp2kit.job.profile_request import noting_sigusr2
 from fsdp2kit.job.stop import Stopped

@@ -17,8 +17,9 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import Run, train
+from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.run import Run
 from fsdp2kit.train.step import cross_entropy
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
-from fsdp2kit.run import bundled_folder, load_recipe
+from fsdp2kit.files.local import bundled_folder
+from fsdp2kit.run import load_recipe
 
 
 def schema_files(folder: Path) -> dict[Path, str]:

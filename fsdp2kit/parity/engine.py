@@ -25,8 +25,9 @@ from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers
-from fsdp2kit.train.loop import Run, train
+from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.run import Run
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
-from fsdp2kit.data.loader import Batch, Loader
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.special import special_tokens
 from fsdp2kit.data.tokens import encode_prompt, plain_prompt_ids, special_ids
 from fsdp2kit.errors import UserError
@@ -70,10 +70,9 @@ def build_evaluation(
             prompts.append((prompt, prompt_ids(tokenizer, prompt, where=f"eval.prompts.{at}")))
     if not held_out:
         return None
-    measured_by = {"eval.steps": str(section.steps), **read_traits(objective).measured_by}
-    for name, batches in held_out.items():
-        # Those of a recipe's own have no digest.
-        measured_by[f"held-out rows {name}".strip()] = batches.fingerprint if isinstance(batches, Loader) else ""
+    # Held-out batches of a recipe's own may have no digest.
+    digests = {f"held-out rows {name}".strip(): getattr(one, "fingerprint", "") for name, one in held_out.items()}
+    measured_by = {**digests, "eval.steps": str(section.steps), **read_traits(objective).measured_by}
     return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, objective, measured_by)
 
 

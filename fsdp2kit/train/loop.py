@@ -147,7 +147,7 @@ def train(
             metrics.shown = names.shown
             evaluates = evaluations.is_due(step)
             if evaluates or step == run.last_step or is_due(config.train.log_every, step):
-                record = describe_step(run, batches, batch, figures)
+                record = step_record(run, batches, batch, figures)
                 if evaluates:
                     run.progress = evaluations.evaluate_and_log(run.progress, record)
                 else:
@@ -250,7 +250,7 @@ def train_step(
     return figures
 
 
-def describe_step(run: Run, batches: Batches, batch: GlobalBatch, figures: Mapping[str, float]) -> dict[str, Any]:
+def step_record(run: Run, batches: Batches, batch: GlobalBatch, figures: Mapping[str, float]) -> dict[str, Any]:
     """The record of the step that was just counted. Collective.
 
     Args:

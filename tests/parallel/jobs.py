@@ -22,8 +22,9 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.train.balance import NoBalance
-from fsdp2kit.train.loop import Run, train, train_step
+from fsdp2kit.train.loop import train, train_step
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.run import Run
 from fsdp2kit.train.saving import NoCheckpoints
 from fsdp2kit.train.step import GlobalBatch, MetricNames, accumulate_gradients, cross_entropy
 from fsdp2kit.train.throughput import Throughput
