@@ -92,7 +92,7 @@ def run(config: TrainingConfig) -> Finished:
     is_ours = not dist.is_initialized()
     distributed.count_from_now()
     try:
-        several = distributed.ranks_from_environment()[1] > 1
+        several = distributed.ranks_from_environment().size > 1
         with noting_sigusr2(), stop.running(ends_process=several), contextlib.suppress(Stopped):
             recipe, config = _recipe_of(config)
             recipe.main(config)
@@ -120,10 +120,11 @@ _LOADED: dict[tuple[type[TrainingConfig], str], ModuleType] = {}
 
 def _recipe_of(config: TrainingConfig) -> tuple[Any, TrainingConfig]:
     """The recipe that `load` found for a config; else the module around its class; else what its name gives."""
-    around = sys.modules.get(type(config).__module__)
-    if (loaded := _LOADED.get((type(config), config.recipe))) is not None:
+    loaded = _LOADED.get((type(config), config.recipe))
+    if loaded is not None:
         return loaded, config
-    if getattr(around, "Config", None) is type(config) and hasattr(around, "main"):
+    around = sys.modules.get(type(config).__module__)
+    if around is not None and vars(around).get("Config") is type(config) and hasattr(around, "main"):
         return around, config
     return load(config.model_dump(mode="json", exclude_none=True), ())
 
@@ -336,7 +337,9 @@ def world_to_plan(
     Raises:
         UserError: WORLD_SIZE or LOCAL_WORLD_SIZE is no number of processes.
     """
-    _, size, _, local = distributed.ranks_from_environment()
+    found = distributed.ranks_from_environment()
+    size = found.size
+    local = found.local_size
     note = ""
     if ranks is not None:
         size = ranks

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -296,7 +296,7 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    is_first = ranks_from_environment()[2] == 0
+    is_first = ranks_from_environment().local_rank == 0
     phase = status.position().phase
     result: list[T] = []
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -372,15 +372,25 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def ranks_from_environment() -> tuple[int, int, int, int]:
-    """``(RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)`` as torchrun sets them; without it there is one rank.
+class RanksOfEnvironment(NamedTuple):
+    """This process's place in its job, as torchrun's variables say."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def ranks_from_environment() -> RanksOfEnvironment:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without it there is one rank.
 
     Raises:
         UserError: one of them is not a number of processes, or a rank is not below it.
     """
     size = _size("WORLD_SIZE", default=1)
     local_size = _size("LOCAL_WORLD_SIZE", default=size)
-    return _rank("RANK", size=size), size, _rank("LOCAL_RANK", size=local_size), local_size
+    rank = _rank("RANK", size=size)
+    return RanksOfEnvironment(rank, size, _rank("LOCAL_RANK", size=local_size), local_size)
 
 
 def _number(*names: str, default: int) -> int:
@@ -392,7 +402,7 @@ def _number(*names: str, default: int) -> int:
 def is_main_process() -> bool:
     """Whether this process prints. Every process does if the environment names no valid rank."""
     try:
-        return ranks_from_environment()[0] == 0
+        return ranks_from_environment().rank == 0
     except UserError:
         return True
 
