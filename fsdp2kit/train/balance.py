@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.optimization import AuxiliaryLossConfig, MoEConfig, RouterBiasConfig
-from fsdp2kit.data.loader import Batch
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.expert_parallel.routing import Routed, RoutingHooks, balance_losses, routing_biases
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.micro_batch import items_of_rows, lengths_of_rows
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,14 @@ class Balance:
     @contextmanager
     def counting(self, micro: Any) -> Iterator[CountedRows]:
         """Count the tokens that a forward pass of ``micro`` routes to each expert."""
-        shape = micro.labels.shape
-        lengths = micro.lengths if isinstance(micro, Batch) else None
-        if lengths is None:
-            lengths = torch.full(shape[:1], shape[1])
-        cp_rank = self._mesh.cp_rank
-        cp = self._mesh.sizes.cp
-        chunks = chunks_of(cp_rank, cp=cp, length=shape[1], method=self._plan.attention.method)
-        is_token = take_chunks(torch.arange(shape[1]) < lengths[:, None], chunks)
-        device = self._mesh.device
-        with self._hooks.recording(to_device(is_token, device)) as routed:
-            yield CountedRows(routed, to_device(lengths, device), to_device(_items(micro), device))
+        mesh = self._mesh
+        lengths = lengths_of_rows(micro)
+        length = micro.labels.shape[1]
+        chunks = chunks_of(mesh.cp_rank, cp=mesh.sizes.cp, length=length, method=self._plan.attention.method)
+        is_token = take_chunks(torch.arange(length) < lengths[:, None], chunks)
+        items = to_device(items_of_rows(micro), mesh.device)
+        with self._hooks.recording(to_device(is_token, mesh.device)) as routed:
+            yield CountedRows(routed, to_device(lengths, mesh.device), items)
 
     def add_loss(
         self, loss: Tensor, metrics: Mapping[str, Tensor], rows: CountedRows
@@ -172,13 +168,3 @@ def load_figures(layers: list[list[int]]) -> dict[str, float]:
         entropies.append(-sum(share * math.log(share) for share in shares) / math.log(max(2, len(counts))))
     mean = sum(peaks) / len(peaks)
     return {"moe/load_max": max(peaks), "moe/load_mean": mean, "moe/entropy": sum(entropies) / len(entropies)}
-
-
-def _items(micro: Any) -> Tensor:
-    """How many items each row has, ``[B]``: targets, or pairs of a preference."""
-    if not isinstance(micro, Batch) or not micro.num_documents:
-        return (micro.labels != IGNORE).sum(1)
-    documents = micro.per_target["documents"]
-    # Neighbours have neighbouring numbers, and padding has −1.
-    first = torch.where(documents < 0, documents.max() + 1, documents).amin(1)
-    return ((documents.amax(1) - first + 1) // 2).clamp(min=0)

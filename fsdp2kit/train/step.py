@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.console import rows_text
-from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
@@ -26,6 +25,7 @@ from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.torch_compat import float32_norms
 from fsdp2kit.train.balance import Balance, NoBalance
+from fsdp2kit.train.micro_batch import items_of, packs_of
 
 _MOST_PACKS = 32  # that are named
 
@@ -162,11 +162,6 @@ def epoch_of(batches: Batches, step: int) -> dict[str, float]:
     """
     steps_per_epoch = getattr(batches, "steps_per_epoch", 0)
     return {"epoch": step / steps_per_epoch} if steps_per_epoch else {}
-
-
-def items_of(micro: Any) -> int:
-    """How many items a micro-batch has. One of a recipe's own may not say it: its supervised tokens."""
-    return getattr(micro, "num_items", micro.supervised_tokens)
 
 
 @dataclass(frozen=True)
@@ -434,7 +429,7 @@ def nonfinite_packs(batch: GlobalBatch, config: TrainingConfig) -> str:
     bad = []
     whole = []
     for micro, loss in zip(batch.micro_batches, batch.losses, strict=True):
-        packs = list(micro.rows) if isinstance(micro, Batch) else []
+        packs = packs_of(micro)
         whole += packs
         if not math.isfinite(loss.flatten()[0].item()):
             bad += packs

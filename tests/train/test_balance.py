@@ -41,8 +41,9 @@ from fsdp2kit.parity.reference import (
     load_plain,
     worst_relative,
 )
-from fsdp2kit.train.balance import _items, build_balance, load_figures
+from fsdp2kit.train.balance import build_balance, load_figures
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.micro_batch import items_of_rows
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
 from tests.parallel.jobs import Case
@@ -410,11 +411,11 @@ def test_rows_of_preferences_weigh_by_their_pairs() -> None:
     ids, mask = np.arange(3), np.array([False, True, True])
     packs = [Pack([(ids, mask)] * count, together=2) for count in (4, 0, 2)]
     (batch,) = Share(16, 3, 3).batches(packs, sources=1)
-    assert _items(batch).tolist() == [2, 0, 1]
+    assert items_of_rows(batch).tolist() == [2, 0, 1]
     assert batch.lengths is not None
     assert batch.lengths.tolist() == [12, 0, 6]
     (single,) = Share(16, 1, 1).batches([Pack([(ids, mask)])], sources=1)
-    assert _items(single).tolist() == [2]
+    assert items_of_rows(single).tolist() == [2]
 
 
 def refused(config: TrainingConfig) -> None:
