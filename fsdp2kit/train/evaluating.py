@@ -19,7 +19,7 @@ from fsdp2kit.train.step import is_due
 class Evaluates(Protocol):
     """What the loop calls of `fsdp2kit.train.evaluation.Evaluation`, or of a recipe's own evaluation.
 
-    It may also have the attributes of `Traits`.
+    It may also have the attributes of `EvaluationTraits`.
     """
 
     def __call__(self) -> Mapping[str, float]:
@@ -32,7 +32,7 @@ class Evaluates(Protocol):
 
 
 @dataclass(frozen=True)
-class Traits:
+class EvaluationTraits:
     """What an evaluation, or its objective, may say of its figures by attributes of these names."""
 
     measured_by: Mapping[str, str] = field(default_factory=dict)
@@ -43,10 +43,10 @@ class Traits:
     """An objective's metrics that the console shows with their ``eval_NAME``; None: those of training."""
 
 
-def read_traits(owner: object) -> Traits:
+def read_traits(owner: object) -> EvaluationTraits:
     """The traits of an evaluation or an objective; a recipe's own may be any function, which has none of them."""
-    none = Traits()
-    return Traits(
+    none = EvaluationTraits()
+    return EvaluationTraits(
         measured_by=getattr(owner, "measured_by", none.measured_by),
         maximizes=getattr(owner, "maximizes", none.maximizes),
         shown=getattr(owner, "shown", none.shown),
@@ -70,7 +70,7 @@ class Evaluations:
         self._last_step = last_step
         self._measured_by: dict[str, str] = {}
         self.maximizes = None if evaluate is None else read_traits(evaluate).maximizes
-        """See `Traits`."""
+        """See `EvaluationTraits`."""
 
     @property
     def are_wanted(self) -> bool:
