@@ -37,7 +37,7 @@ from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import begin_output, counted, positive, show
 from fsdp2kit.errors import KnownFailure, UserError, nearest
 from fsdp2kit.files.local import bundled_folder, load_json, read_regular
-from fsdp2kit.job import distributed, lost_ranks
+from fsdp2kit.job import distributed, lost_ranks, process
 from fsdp2kit.job.profile_request import noting_sigusr2
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.job.tracebacks import write_traceback
@@ -90,7 +90,7 @@ def run(config: TrainingConfig) -> Finished:
     if not isinstance(config, TrainingConfig):
         raise UserError("fsdp2kit.run", f"takes a config, not {config!r:.60}", "call load_config first")
     is_ours = not dist.is_initialized()
-    distributed.count_from_now()
+    process.count_from_now()
     try:
         several = distributed.ranks_from_environment().size > 1
         with noting_sigusr2(), stop.running(ends_process=several), contextlib.suppress(Stopped):
@@ -392,4 +392,4 @@ class _Callable(ModuleType):
 sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
-    distributed.end_process(main())
+    process.end_process(main())

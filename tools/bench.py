@@ -37,7 +37,8 @@ import numpy as np
 
 from fsdp2kit.console import begin_output, new_figure, positive, show, user_path, write_figure
 from fsdp2kit.errors import UserError
-from fsdp2kit.job.distributed import end_process, is_main_process, leave, stop
+from fsdp2kit.job.distributed import is_main_process, leave, stop
+from fsdp2kit.job.process import end_process
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {

@@ -27,7 +27,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from fsdp2kit.console import begin_output, rich_console, show
 from fsdp2kit.errors import UserError
-from fsdp2kit.job.distributed import end_process
+from fsdp2kit.job.process import end_process
 from fsdp2kit.run import load_and_start, parse_with_overrides
 
 if TYPE_CHECKING:

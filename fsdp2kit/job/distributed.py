@@ -1,4 +1,4 @@
-"""Ranks and process groups, how a process ends, and `agree`, by which all ranks handle an error together.
+"""Ranks and process groups, and `agree`, by which all ranks handle an error together.
 
 If one rank exits alone, torchrun kills the others before they can report. If one raises alone, the others hang in a
 collective. So work that may fail on a single rank (reading a file, parsing a row) runs inside ``with agreement():``,
@@ -14,8 +14,6 @@ import os
 import platform
 import resource
 import sys
-import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -40,9 +37,6 @@ from fsdp2kit.torch_compat import all_gather_single, sharded_where_it_lies, time
 
 T = TypeVar("T")
 
-_IMPORTED = time.monotonic()
-_has_begun = False
-_counts_from: float | None = None  # of the monotonic clock; None: from the start of the process
 _hosts: tuple[str, ...] = ()  # of the ranks of the process group, as `World.hosts`
 
 
@@ -172,7 +166,8 @@ def stop() -> None:
 def _stop_at_exit() -> None:
     """Destroy the process group of a script that does not: its threads would abort the interpreter's teardown.
 
-    See `end_process`. After an error the other ranks may be in a collective, for which destroying would wait.
+    See `end_process` of `job/process.py`. After an error the other ranks may be in a collective, for which destroying
+    would wait.
     """
     if getattr(sys, "last_value", None) is None:
         stop()
@@ -405,50 +400,6 @@ def is_main_process() -> bool:
         return ranks_from_environment().rank == 0
     except UserError:
         return True
-
-
-def count_from_now() -> None:
-    """From now on `seconds_alive` counts from here: a run begins in a process that has done other things."""
-    global _counts_from
-    _counts_from = time.monotonic()
-
-
-def begin_job() -> None:
-    """The first job of a process began with it; `seconds_alive` counts another one from here."""
-    global _has_begun
-    if _has_begun:
-        count_from_now()
-    _has_begun = True
-
-
-def seconds_alive() -> float:
-    """Seconds since this process began, or since `count_from_now`; if unknown, since this module was imported."""
-    if _counts_from is not None:
-        return time.monotonic() - _counts_from
-    try:
-        status = Path("/proc/self/stat").read_text(encoding="utf-8")
-        after_name = status.rpartition(")")[2].split()  # the process name may contain anything
-        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, in clock ticks since boot
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, AttributeError, IndexError, ValueError):
-        return time.monotonic() - _IMPORTED
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process like `sys.exit`, but without the interpreter's teardown.
-
-    Before Python 3.14 the teardown ends C++ threads that ask for the interpreter's lock. If a gloo thread is releasing
-    a finished collective at that moment, the process aborts ("terminate called without an active exception", PyTorch
-    #190489), and a finished run exits with -6.
-    """
-    # As the interpreter does: tell thread pools (torch's compiler has one) to end, then join them.
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # a broken pipe, or closed
-                stream.flush()
-    os._exit(code)
 
 
 def _size(name: str, *, default: int) -> int:

@@ -19,7 +19,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import heard_by, say
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.redaction import without_secrets
-from fsdp2kit.job import distributed, status, stop, tracebacks
+from fsdp2kit.job import distributed, process, status, stop, tracebacks
 from fsdp2kit.job.distributed import World, agreement
 from fsdp2kit.job.environment import describe_environment
 from fsdp2kit.job.events import Events, changes
@@ -100,7 +100,7 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
         UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
-    distributed.begin_job()
+    process.begin_job()
     tracebacks.keep_nowhere()
     status.begin_run()
     with agreement():  # a login, or an optional package, may be on one machine alone

@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.job import meeting, status, stop
-from fsdp2kit.job.distributed import is_lost_rank, seconds_alive
+from fsdp2kit.job.distributed import is_lost_rank
 from fsdp2kit.job.lost_ranks import outlive_torchrun
+from fsdp2kit.job.process import seconds_alive
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger

@@ -9,7 +9,8 @@ from pathlib import Path
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.console import counted
 from fsdp2kit.errors import NonFiniteFailure
-from fsdp2kit.job.distributed import gather_objects, seconds_alive
+from fsdp2kit.job.distributed import gather_objects
+from fsdp2kit.job.process import seconds_alive
 from fsdp2kit.job.stop import StopRequest
 from fsdp2kit.torch_compat import compiled_graphs
 from fsdp2kit.train.run import Run
