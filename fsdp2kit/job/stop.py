@@ -346,6 +346,8 @@ def listening(
 
 def listen_from_the_start() -> None:
     """Hear signals from here on, in a process that will run once it has imported what it needs: `running` goes on."""
+    if _listener is not None:  # `python -m fsdp2kit run` comes here twice
+        return
     start = UnsavedStart(ends_process=True)
     start.is_importing = True
     _begin(StopRequest(start))
