@@ -24,7 +24,7 @@ from fsdp2kit.data.documents import Document, build_documents
 from fsdp2kit.job import distributed
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.objectives.preference import Preference
-from fsdp2kit.objectives.reference import Reference, build_reference
+from fsdp2kit.objectives.reference import ReferenceModel, build_reference
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plain, plain_logits
 from fsdp2kit.torch_compat import parameter_groups
@@ -186,7 +186,7 @@ def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
     reference = build_reference(config, model, plan=sharded.plan, mesh=sharded.mesh)
     began, _ = reference.token_log_probs(**inputs)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    off, _ = Reference(model, is_trained=True).token_log_probs(**inputs)
+    off, _ = ReferenceModel(model, is_trained=True).token_log_probs(**inputs)
     assert not off.requires_grad
     assert model.training
     on, _ = model.token_log_probs(**inputs)
@@ -275,7 +275,7 @@ def compiled(folder: Path, case: Case) -> tuple[list[int], float]:
 
 
 def _both(model: Any) -> tuple[Any, Any]:
-    return Reference(model, is_trained=True).token_log_probs, model.token_log_probs
+    return ReferenceModel(model, is_trained=True).token_log_probs, model.token_log_probs
 
 
 @pytest.mark.full
