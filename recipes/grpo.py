@@ -18,10 +18,10 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.rl.conversations import Conversations, check_environment
+from fsdp2kit.rl.environments.conversations import Conversations, check_environment
 from fsdp2kit.rl.generation import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts, check_rewards
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rewards.rewards import Rewards
 from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import build_metrics

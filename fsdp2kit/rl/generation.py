@@ -26,13 +26,13 @@ from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
-from fsdp2kit.rl.conversations import Conversations, Question
-from fsdp2kit.rl.engine import Engine, Response
-from fsdp2kit.rl.server_engine import ServerEngine
-from fsdp2kit.rl.sglang_server import SGLangServer
+from fsdp2kit.rl.engines.engine import Engine, Response
+from fsdp2kit.rl.engines.server_engine import ServerEngine
+from fsdp2kit.rl.engines.sglang_server import SGLangServer
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
+from fsdp2kit.rl.engines.vllm_server import VLLMServer
+from fsdp2kit.rl.environments.conversations import Conversations, Question
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
-from fsdp2kit.rl.transformers_engine import TransformersEngine
-from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 

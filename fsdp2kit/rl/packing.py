@@ -11,7 +11,7 @@ import numpy as np
 from fsdp2kit.config.rl_schema import GRPOConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.objectives.policy import group_advantages
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engines.engine import Response
 
 _BLOCK = 64  # packs are as long as needed, in steps of this many tokens: a compiled model sees few lengths
 

@@ -30,8 +30,8 @@ from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.tokenizer import turn_ends
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.rewards.rewards import Rewards
 
 
 @dataclass(frozen=True)

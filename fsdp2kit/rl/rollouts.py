@@ -23,12 +23,12 @@ from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
-from fsdp2kit.rl.conversations import Conversations, Question
-from fsdp2kit.rl.engine import Engine, Response
+from fsdp2kit.rl.engines.engine import Engine, Response
+from fsdp2kit.rl.environments.conversations import Conversations, Question
 from fsdp2kit.rl.generation import Generation, Phases, from_all_ranks
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.rl.prompts import Prompts, arguments_of
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rewards.rewards import Rewards
 from fsdp2kit.rl.rounds import Round, kept_rounds, round_state
 from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
 from fsdp2kit.train.metrics import Metrics

@@ -31,8 +31,8 @@ from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.rl.rollouts import Rollouts
-from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.workers import FORKS
 

@@ -25,7 +25,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.rl import common_rewards
 from fsdp2kit.rl.common_rewards import exact_answer, matches_pattern, matches_schema, math_answer, overlong_penalty
 from fsdp2kit.rl.reward_code import code_digests
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rewards.rewards import Rewards
 
 MODULE = "fsdp2kit.rl.common_rewards"
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}

@@ -15,9 +15,9 @@ import pytest
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.conversations import Conversations, Question
-from fsdp2kit.rl.engine import Engine, Request, Response
-from fsdp2kit.rl.environments import Environments
+from fsdp2kit.rl.engines.engine import Engine, Request, Response
+from fsdp2kit.rl.environments.conversations import Conversations, Question
+from fsdp2kit.rl.environments.environments import Environments
 from tests.data.families import FAMILIES, glm4, tokenizer_of
 
 ENVIRONMENTS = '''

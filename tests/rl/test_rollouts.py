@@ -29,12 +29,12 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
-from fsdp2kit.rl.conversations import Conversations
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
+from fsdp2kit.rl.environments.conversations import Conversations
 from fsdp2kit.rl.packing import Rollout, deal_packs
 from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.rl.rounds import Round, round_state
-from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.reference import full

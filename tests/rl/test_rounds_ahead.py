@@ -13,8 +13,8 @@ import pytest
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import generation
-from fsdp2kit.rl.conversations import Question
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.environments.conversations import Question
 from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
 
 

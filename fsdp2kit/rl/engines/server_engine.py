@@ -14,9 +14,9 @@ import torch
 
 from fsdp2kit.console import counted, say
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, GoOn, Request, Response
+from fsdp2kit.rl.engines.engine import Bucket, Engine, EngineMemory, GoOn, Request, Response
+from fsdp2kit.rl.engines.server import Server
 from fsdp2kit.rl.network_transport import in_background
-from fsdp2kit.rl.server import Server
 
 
 class ServerEngine(Engine):

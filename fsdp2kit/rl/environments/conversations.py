@@ -27,8 +27,8 @@ from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
-from fsdp2kit.rl.engine import Conversation, Engine, Request, Response
-from fsdp2kit.rl.environments import Environments
+from fsdp2kit.rl.engines.engine import Conversation, Engine, Request, Response
+from fsdp2kit.rl.environments.environments import Environments
 from fsdp2kit.rl.reward_code import code_digests, content_of_code
 
 _KEY = "rollout.environment"

@@ -22,7 +22,7 @@ from fsdp2kit.job.distributed import agreement, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
-from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
+from fsdp2kit.rl.engines.engine import Bucket, Engine, EngineMemory, Request, Response
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 
 

@@ -15,7 +15,7 @@ from fsdp2kit.data.contents import Content
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.rl.reward_code import code_digests, content_of_code, option_digests
-from fsdp2kit.rl.reward_worker import excerpt
+from fsdp2kit.rl.rewards.reward_worker import excerpt
 from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 
 _WORKER = Path(__file__).with_name("reward_worker.py")

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import stop
-from fsdp2kit.rl.reward_worker import shortened
+from fsdp2kit.rl.rewards.reward_worker import shortened
 from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 
 _LOOK_SECONDS = 0.25
@@ -37,7 +37,7 @@ class Environments:
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._waiting: dict[int, Future[tuple[bool, Any]]] = {}
         self._lock, self._cause, self._is_late = threading.Lock(), "", False
-        self._process = UserProcess(["-m", "fsdp2kit.rl.environment_worker"], section.environment)
+        self._process = UserProcess(["-m", "fsdp2kit.rl.environments.environment_worker"], section.environment)
         self._connection = self._process.connection
         try:
             is_good, text = self._connection.recv() if self._process.has_answer(IMPORT_SECONDS) else (False, "hangs")

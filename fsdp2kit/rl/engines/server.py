@@ -20,7 +20,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.job import stop
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
+from fsdp2kit.rl.engines.engine import EngineMemory, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
 
 _RETRIES = 6

@@ -7,9 +7,9 @@ from typing import Any
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.checksums import Sum, checksum, is_chosen
-from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.engines.server import MEMORY_TAGS, Server
 from fsdp2kit.rl.network_transport import NetworkSender
-from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 
 class VLLMServer(Server):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.engines.server import MEMORY_TAGS, Server
 from fsdp2kit.rl.network_transport import NetworkSender, Place, in_background
-from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 _ASLEEP = " without "
 _STRATEGY = threading.Lock()  # the process has one strategy, and several servers are sent to at the same time

@@ -105,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a response is made of that took turns with an environment (`fsdp2kit.rl.conversations`)."""
+    """What a response is made of that took turns with an environment (`fsdp2kit.rl.environments.conversations`)."""
 
     prompt: list[int]
     """Token ids of the messages that the environment began with."""

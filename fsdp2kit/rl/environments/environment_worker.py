@@ -1,4 +1,4 @@
-"""A process that holds conversations' environments: python -m fsdp2kit.rl.environment_worker FD CLASS
+"""A process that holds conversations' environments: python -m fsdp2kit.rl.environments.environment_worker FD CLASS
 
 FD is a connection's file descriptor, CLASS is ``module:name`` or ``path.py:name``. The first message, ``(ok, text)``,
 says whether the class was imported. Then each request ``(call, kind, number, argument)`` gets an answer
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fsdp2kit.rl.reward_worker import describe, end_with_parent, load_function
+from fsdp2kit.rl.rewards.reward_worker import describe, end_with_parent, load_function
 
 _THREADS = 256  # of methods that wait for something; a rank asks for `rollout.batch_size` at once
 
