@@ -48,7 +48,8 @@ def token_values(
         share = 1 / (len(responses) * max_new_tokens)
     else:
         share = 1 / max(1.0, (lengths * kept).sum())
-    advantages, weights = group_advantages(section, rewards).flatten(), share * kept * lengths.sum()
+    advantages = group_advantages(section, rewards).flatten()
+    weights = share * kept * lengths.sum()
     return {
         "advantages": [mask * np.float32(value) for mask, value in zip(masks, advantages, strict=True)],
         "weights": [mask * np.float32(value) for mask, value in zip(masks, weights, strict=True)],
