@@ -74,6 +74,7 @@ class RolloutBatches:
             "rollout/weight_version": float(now.version),
             "rollout/staleness": float(index - now.version),
         }
+        pad_id: Any = self._tokenizer.pad_token_id or 0
         return pack(
             [(self._prompt_ids(one), one.response.ids, one.response.sampled) for one in rollouts],
             token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens),
@@ -82,7 +83,7 @@ class RolloutBatches:
             dp=self._mesh.sizes.dp,
             dp_rank=self._mesh.dp_rank,
             cp=self._mesh.sizes.cp,
-            pad_id=self._tokenizer.pad_token_id or 0,
+            pad_id=pad_id,
         )
 
     def state(self, index: int, /) -> dict[str, Any] | None:
