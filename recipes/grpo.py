@@ -26,7 +26,9 @@ from fsdp2kit.rl.generation import Generation
 from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.prompts import build_prompts
 from fsdp2kit.rl.rewards.rewards import Rewards, check_rewards
+from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.sleep import Sleepers
 from fsdp2kit.rl.state import RolloutState
 from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import build_metrics
@@ -54,8 +56,7 @@ def main(config: Config) -> None:
         prompts = build_prompts(config, tokenizer=tokenizer)
         rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
         conversations = job.closing.enter_context(Conversations(config, tokenizer))
-        device = job.mesh.device
-        engine = build_engine(config, model, tokenizer=tokenizer, device=device)
+        engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
         job.open_run_dir(dtypes=plan.ledger)
         rest_until_asked(engine, config)
         say(*plan.describe(), *memory.describe(), *prompts.describe())
@@ -63,25 +64,25 @@ def main(config: Config) -> None:
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
-        code = {**rewards.contents, **conversations.contents}
+        code = rewards.contents | conversations.contents
         checkpoints = build_checkpoints(
             config, model, optimizer, job=job, data=prompts, tokenizer=tokenizer, contents=code
         )
         progress = checkpoints.start()
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
-        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
+        steps = prompts.total_steps
+        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=steps)
         # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
         phases = Phases(metrics)
-        frozen = objective.frozen_models
-        generation = Generation(config, model, optimizer, engine, conversations, phases, frozen=frozen, device=device)
+        sleepers = Sleepers(model, optimizer, objective.frozen_models, job.mesh.device)
+        generation = Generation(config, model, engine, conversations, phases, sleepers=sleepers)
         scoring = Scoring(rewards, conversations, phases)
-        state = RolloutState(config, prompts, generation, scoring, phases, progress=progress)
-        batches = RolloutBatches(config, prompts, state, scoring, phases, mesh=job.mesh, tokenizer=tokenizer)
-        evaluate = build_reward_evaluation(config, prompts, state, generation, scoring, phases)
-        figures = RolloutFigures(config, prompts, state, batches, scoring, phases, metrics=metrics)
-        metrics.sources += [figures, objective.figures]
+        sampling = Sampling(config, job.mesh, prompts, generation, scoring, phases, metrics)
+        state = RolloutState(sampling, progress)
         say(*checkpoints.describe(), *objective.describe(), *state.describe())
-        steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
+        batches = RolloutBatches(sampling, state)
+        evaluate = build_reward_evaluation(sampling, state)
+        metrics.sources += [RolloutFigures(sampling, state, batches), objective.figures]
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=steps, memory=memory)
         train(run, model, optimizer, schedule, batches, objective=objective, evaluate=evaluate)

@@ -22,8 +22,7 @@ from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumu
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.config.facts import Engine, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.config.section import FunctionPath as FunctionPath
-from fsdp2kit.config.section import Section, TrainingDType, absolute_path
+from fsdp2kit.config.section import FunctionPath, Section, TrainingDType, absolute_path
 from fsdp2kit.errors import UserError
 
 

@@ -10,19 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.objectives.policy import has_signal
 from fsdp2kit.rl.packing import Rollout, pack, token_values
-from fsdp2kit.rl.phases import Phases
-from fsdp2kit.rl.prompts import Prompts
 from fsdp2kit.rl.rounds import Round
-from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.state import RolloutState
-from fsdp2kit.train.metrics import Metrics
 
 
 class RolloutBatches:
@@ -30,24 +24,13 @@ class RolloutBatches:
 
     source_names: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        config: RLConfig,
-        prompts: Prompts,
-        state: RolloutState,
-        scoring: Scoring,
-        phases: Phases,
-        *,
-        mesh: Mesh,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        self._config = config
-        self._prompts = prompts
+    def __init__(self, sampling: Sampling, state: RolloutState) -> None:
+        self._config = sampling.config
+        self._mesh = sampling.mesh
+        self._prompts = sampling.prompts
+        self._scoring = sampling.scoring
+        self._phases = sampling.phases
         self._state = state
-        self._scoring = scoring
-        self._mesh = mesh
-        self._phases = phases
-        self._tokenizer = tokenizer
         self.figures: dict[str, float] = {}
         """Of the newest batch, for its step's record."""
 
@@ -74,7 +57,6 @@ class RolloutBatches:
             "rollout/weight_version": float(now.version),
             "rollout/staleness": float(index - now.version),
         }
-        pad_id: Any = self._tokenizer.pad_token_id or 0
         return pack(
             [(self._prompt_ids(one), one.response.ids, one.response.sampled) for one in rollouts],
             token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens),
@@ -83,7 +65,7 @@ class RolloutBatches:
             dp=self._mesh.sizes.dp,
             dp_rank=self._mesh.dp_rank,
             cp=self._mesh.sizes.cp,
-            pad_id=pad_id,
+            pad_id=self._prompts.pad_id,
         )
 
     def state(self, index: int, /) -> dict[str, Any] | None:
@@ -96,30 +78,16 @@ class RolloutBatches:
 
 
 class RolloutFigures:
-    """What rollouts add to each record (one of `Metrics.sources`), with warnings and samples.
+    """What rollouts add to each record (one of `Metrics.sources`), with warnings and samples."""
 
-    Args:
-        metrics: get the samples, and say the warnings.
-    """
-
-    def __init__(
-        self,
-        config: RLConfig,
-        prompts: Prompts,
-        state: RolloutState,
-        batches: RolloutBatches,
-        scoring: Scoring,
-        phases: Phases,
-        *,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._prompts = prompts
+    def __init__(self, sampling: Sampling, state: RolloutState, batches: RolloutBatches) -> None:
+        self._config = sampling.config
+        self._prompts = sampling.prompts
+        self._scoring = sampling.scoring
+        self._phases = sampling.phases
+        self._metrics = sampling.metrics
         self._state = state
         self._batches = batches
-        self._scoring = scoring
-        self._metrics = metrics
-        self._phases = phases
         self._warned: set[str] = set()
 
     def __call__(self, record: Mapping[str, Any]) -> dict[str, float]:

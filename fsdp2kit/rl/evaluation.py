@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.rl.generation import Generation
-from fsdp2kit.rl.phases import Phases
-from fsdp2kit.rl.prompts import Prompts, Question
-from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.prompts import Question
+from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.state import RolloutState
 
 
-def build_reward_evaluation(
-    config: RLConfig,
-    prompts: Prompts,
-    state: RolloutState,
-    generation: Generation,
-    scoring: Scoring,
-    phases: Phases,
-) -> RewardEvaluation | None:
+def build_reward_evaluation(sampling: Sampling, state: RolloutState) -> RewardEvaluation | None:
     """The evaluation of ``[eval]``, or None if there are no held-out prompts."""
-    if not prompts.held_out:
-        return None
-    return RewardEvaluation(config, prompts, state, generation, scoring, phases)
+    return RewardEvaluation(sampling, state) if sampling.prompts.held_out else None
 
 
 class RewardEvaluation:
@@ -32,26 +20,18 @@ class RewardEvaluation:
     maximizes = "eval_reward"
     """The metric that is −``eval_loss``, by which the best is shown."""
 
-    def __init__(
-        self,
-        config: RLConfig,
-        prompts: Prompts,
-        state: RolloutState,
-        generation: Generation,
-        scoring: Scoring,
-        phases: Phases,
-    ) -> None:
-        self._seed = config.run.seed
-        self._prompts = prompts.held_out
+    def __init__(self, sampling: Sampling, state: RolloutState) -> None:
+        self._seed = sampling.config.run.seed
+        self._prompts = sampling.prompts.held_out
         self._state = state
-        self._generation = generation
-        self._scoring = scoring
-        self._phases = phases
+        self._generation = sampling.generation
+        self._scoring = sampling.scoring
+        self._phases = sampling.phases
         self._answers: list[dict[str, Any]] = []
         self.measured_by: dict[str, str] = {
-            "held-out prompts": prompts.held_out_fingerprint,
+            "held-out prompts": sampling.prompts.held_out_fingerprint,
             **{name: str(value) for name, value in state.made_by.items()},
-            **{f"reward.{name}.weight": str(weight) for name, weight in scoring.weights.items()},
+            **{f"reward.{name}.weight": str(weight) for name, weight in sampling.scoring.weights.items()},
         }
         """What held-out rewards depend on besides the weights; with equal values they are comparable."""
 

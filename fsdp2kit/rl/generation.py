@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
-
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.stop import Stopped
@@ -21,7 +18,7 @@ from fsdp2kit.rl.environments.conversations import Conversations
 from fsdp2kit.rl.parts import from_all_ranks, my_part
 from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.prompts import Question
-from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
+from fsdp2kit.rl.sleep import Sleepers
 from fsdp2kit.rl.weight_sync import sync_weights
 
 _ROUTED_ANEW = "experts: the trainer does not replay the engine's choices; log_prob_gap shows what this costs"
@@ -31,33 +28,28 @@ class Generation:
     """Has the engine answer with the trained model's weights.
 
     Args:
-        model: sharded, with its weights. With ``rollout.sleep`` it leaves the device while the engine generates.
-        optimizer: its state sleeps, too.
+        model: sharded, with its weights.
         engine: waits for its first weights.
         phases: measures each part.
-        frozen: other models that sleep, too.
-        device: the trainer's.
+        sleepers: with ``rollout.sleep``, what leaves the device while the engine generates.
     """
 
     def __init__(
         self,
         config: RLConfig,
         model: Any,
-        optimizer: Optimizer,
         engine: RolloutEngine,
         conversations: Conversations,
         phases: Phases,
         *,
-        frozen: Sequence[Any],
-        device: torch.device,
+        sleepers: Sleepers,
     ) -> None:
         self._config = config
         self._model = model
-        self._sleepers: list[tuple[Any, Optimizer | None]] = [(model, optimizer), *((one, None) for one in frozen)]
         self._engine = engine
         self._conversations = conversations
-        self._device = device
         self._phases = phases
+        self._sleepers = sleepers
 
     def describe(self) -> str:
         """A line for the start of a run."""
@@ -86,7 +78,7 @@ class Generation:
         with self._phases("sync"):
             if self._config.rollout.sleep:
                 with agreement():  # the last step's memory must be free on all ranks' devices
-                    give_back_memory(self._device)
+                    self._sleepers.give_back_memory()
                 with agreement():
                     self._engine.wake("weights")
             bucket_mib = self._config.weight_sync.bucket_mib
@@ -103,14 +95,8 @@ class Generation:
 
         Collective.
         """
-
-        def wake_up_all() -> None:
-            for model, _ in self._sleepers:
-                wake_up(model)
-
         with self._phases("sleep"), agreement():
-            for model, optimizer in self._sleepers:
-                sleep(model, optimizer)
+            self._sleepers.sleep()
         left: Stopped | None = None
         try:
             with agreement():  # once all ranks' devices are free: a server may use several
@@ -123,9 +109,9 @@ class Generation:
                 self._engine.sleep()
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
-                wake_up_all()
+                self._sleepers.wake_up()
             raise
         with self._phases("wake_up"), agreement():
-            wake_up_all()
+            self._sleepers.wake_up()
         if left is not None:
             raise left

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,8 @@ class Prompts:
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     endings: frozenset[int]
     """Tokens that end a turn of the model."""
+    pad_id: int = 0
+    """The token that packs are padded with."""
     dropped: int = 0
     """Prompts left out because they are too long."""
     held_out: Sequence[Prompt] = ()
@@ -159,6 +161,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         shuffle=section.shuffle,
         total_steps=steps,
         endings=frozenset(turn_ends(tokenizer)),
+        pad_id=cast(int, tokenizer.pad_token_id or 0),
         dropped=dropped,
         held_out=asked,
         held_out_fingerprint=own[0] if own and len(asked) == len(held_out) else digest_of(asked),

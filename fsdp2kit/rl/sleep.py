@@ -104,6 +104,39 @@ def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
     return _moved("awake", found, before, device)
 
 
+class Sleepers:
+    """What leaves the device while an engine generates: models with their gradients, and the optimizer's state.
+
+    Args:
+        model: the trained one, sharded.
+        frozen: other models, such as a reference.
+        device: of all of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, frozen: Iterable[nn.Module], device: torch.device
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._frozen = list(frozen)
+        self._device = device
+
+    def sleep(self) -> None:
+        """Move all of it to the host."""
+        sleep(self._model, self._optimizer)
+        for model in self._frozen:
+            sleep(model, None)
+
+    def wake_up(self) -> None:
+        """Bring all of it back."""
+        for model in [self._model, *self._frozen]:
+            wake_up(model)
+
+    def give_back_memory(self) -> None:
+        """Free what the allocator keeps and nothing uses."""
+        give_back_memory(self._device)
+
+
 def check_awake(model: nn.Module) -> None:
     """Raise a RunFailure if the weights are asleep."""
     if "weights" in _asleep_in(model):

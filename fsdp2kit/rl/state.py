@@ -5,41 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.rl.generation import Generation
 from fsdp2kit.rl.packing import Rollout
-from fsdp2kit.rl.phases import Phases
-from fsdp2kit.rl.prompts import Prompts, Question
+from fsdp2kit.rl.prompts import Question
 from fsdp2kit.rl.rounds import Round, kept_rounds, round_state
 from fsdp2kit.rl.rounds_ahead import RoundsAhead
-from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.sampling import Sampling
 
 
 class RolloutState:
     """The round that training learns from, and with ``rollout.ahead`` the later ones, which are under way.
 
     Args:
-        phases: measures how long the trainer waits for a round.
         progress: where the run starts; of a resumed one with the rounds that it had.
     """
 
-    def __init__(
-        self,
-        config: RLConfig,
-        prompts: Prompts,
-        generation: Generation,
-        scoring: Scoring,
-        phases: Phases,
-        *,
-        progress: Progress,
-    ) -> None:
-        self._section = config.rollout
-        self._seed = config.run.seed
-        self._prompts = prompts
-        self._generation = generation
-        self._scoring = scoring
-        self._ahead = RoundsAhead(generation.generate, scoring.score, n=self._section.n, phases=phases)
+    def __init__(self, sampling: Sampling, progress: Progress) -> None:
+        self._section = sampling.config.rollout
+        self._seed = sampling.config.run.seed
+        self._prompts = sampling.prompts
+        self._generation = sampling.generation
+        self._scoring = sampling.scoring
+        self._ahead = RoundsAhead(
+            sampling.generation.generate, sampling.scoring.score, n=self._section.n, phases=sampling.phases
+        )
         self.now: Round | None = None
         """The round that training learns from; None before the first one."""
         self.steps_done = progress.step

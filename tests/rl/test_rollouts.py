@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -38,6 +38,7 @@ from fsdp2kit.rl.generation import Generation
 from fsdp2kit.rl.packing import Rollout, deal_packs
 from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.rounds import Round, round_state
+from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.scoring import Scoring
 from fsdp2kit.rl.state import RolloutState
 from fsdp2kit.run import load
@@ -459,23 +460,16 @@ class _Rewards:
 class _Rollouts:
     """What the recipe builds, around an engine that is asked nothing."""
 
-    config: Any
-    prompts: Any
-    generation: Generation
-    scoring: Scoring
+    sampling: Sampling
     state: RolloutState
     batches: RolloutBatches
-    phases: Phases
-    metrics: Any
 
     def evaluation(self, held_out: Sequence[Any]) -> RewardEvaluation:
         prompts: Any = SimpleNamespace(held_out=held_out, held_out_fingerprint="")
-        return RewardEvaluation(self.config, prompts, self.state, self.generation, self.scoring, self.phases)
+        return RewardEvaluation(replace(self.sampling, prompts=prompts), self.state)
 
     def figures(self) -> RolloutFigures:
-        return RolloutFigures(
-            self.config, self.prompts, self.state, self.batches, self.scoring, self.phases, metrics=self.metrics
-        )
+        return RolloutFigures(self.sampling, self.state, self.batches)
 
 
 def _rollouts(
@@ -507,11 +501,11 @@ def _rollouts(
     conversations = Conversations(config, tokenizer)
     engine: Any = _Engine()
     functions: Any = _Rewards(*rewards)
-    generation = Generation(config, model, none, engine, conversations, phases, frozen=[], device=none)
+    generation = Generation(config, model, engine, conversations, phases, sleepers=none)
     scoring = Scoring(functions, conversations, phases)
-    state = RolloutState(config, prompts, generation, scoring, phases, progress=Progress())
-    batches = RolloutBatches(config, prompts, state, scoring, phases, mesh=none, tokenizer=tokenizer)
-    return _Rollouts(config, prompts, generation, scoring, state, batches, phases, metrics)
+    sampling = Sampling(config, none, prompts, generation, scoring, phases, metrics)
+    state = RolloutState(sampling, Progress())
+    return _Rollouts(sampling, state, RolloutBatches(sampling, state))
 
 
 @pytest.mark.parametrize(("kind", "is_mixture"), [("llama", False), ("qwen3_moe", True)])
@@ -526,21 +520,21 @@ def test_only_the_first_update_after_sampling_shows_the_engines_gap(toml: Path) 
     for version, is_warned in ((2, True), (1, False)):
         running = _rollouts(toml, "rollout.samples_every=0")
         said: list[str] = []
-        running.metrics.message = said.append
+        running.sampling.metrics.message = said.append
         running.batches.figures = {"rollout/without_signal": 0.0}
         running.state.now = Round(2, version, [])
-        running.phases.figures = dict  # pyright: ignore[reportAttributeAccessIssue]
+        running.sampling.phases.figures = dict  # pyright: ignore[reportAttributeAccessIssue]
         running.figures()({"step": 3, "log_prob_gap": 1.0})
         assert [text.partition(":")[0] for text in said] == ["warning"] * is_warned, version
 
 
 def test_the_best_evaluation_is_the_one_with_the_highest_reward(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = _rollouts(toml)
-    running.scoring.weights = {"spread": 1.0, "same": 0.5}
+    running.sampling.scoring.weights = {"spread": 1.0, "same": 0.5}
     responses = [Response([1], [-1.0], is_whole=True)] * 3
-    monkeypatch.setattr(running.generation, "respond", lambda *_: responses)
-    monkeypatch.setattr(running.scoring, "score_all", lambda *_, n: np.array([[1.0, 2.0]] * 3))
-    monkeypatch.setattr(running.scoring, "sample", lambda *_: {})
+    monkeypatch.setattr(running.sampling.generation, "respond", lambda *_: responses)
+    monkeypatch.setattr(running.sampling.scoring, "score_all", lambda *_, n: np.array([[1.0, 2.0]] * 3))
+    monkeypatch.setattr(running.sampling.scoring, "sample", lambda *_: {})
     found = running.evaluation([Prompt({}, "", [1])] * 3)()
     assert (found["eval_reward"], found["eval_loss"]) == (2.0, -2.0)
 
@@ -804,7 +798,7 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
         asked.extend(held_out)
         raise _EnoughError
 
-    rollouts.generation.respond = note  # pyright: ignore[reportAttributeAccessIssue]
+    rollouts.sampling.generation.respond = note  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(_EnoughError):
         rollouts.evaluation(prompts.prompts)()
     assert (len(questions), len(asked)) == (9 * 16, 10)
@@ -814,17 +808,17 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
 
 def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = _rollouts(toml)
-    monkeypatch.setattr(rollouts.scoring, "score_all", lambda *_, **__: np.ones((2, 2)))
-    rollouts.phases.seconds = {"generate": 5.0}
+    monkeypatch.setattr(rollouts.sampling.scoring, "score_all", lambda *_, **__: np.ones((2, 2)))
+    rollouts.sampling.phases.seconds = {"generate": 5.0}
 
     def respond(*_: Any) -> list[Response]:
-        rollouts.phases.seconds["generate"] = 0.1
+        rollouts.sampling.phases.seconds["generate"] = 0.1
         return [Response([1], [-1.0], is_whole=True)] * 2
 
-    monkeypatch.setattr(rollouts.generation, "respond", respond)
+    monkeypatch.setattr(rollouts.sampling.generation, "respond", respond)
     assert rollouts.evaluation(prompts_of(toml).prompts[:2])()["eval_reward"] == 2.0
-    assert rollouts.phases.seconds.keys() == {"generate", "evaluate"}
-    assert rollouts.phases.seconds["generate"] == 5.0
+    assert rollouts.sampling.phases.seconds.keys() == {"generate", "evaluate"}
+    assert rollouts.sampling.phases.seconds["generate"] == 5.0
 
 
 def test_packs_have_nearly_equal_tokens() -> None:
