@@ -18,11 +18,18 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.rl.conversations import Conversations, check_environment
-from fsdp2kit.rl.generation import build_engine, rest_until_asked
-from fsdp2kit.rl.prompts import build_prompts, check_rewards
-from fsdp2kit.rl.rewards import Rewards
-from fsdp2kit.rl.rollouts import Rollouts
+from fsdp2kit.rl.batches import RolloutBatches, RolloutFigures
+from fsdp2kit.rl.engines.build import build_engine, rest_until_asked
+from fsdp2kit.rl.environments.conversations import Conversations, check_environment
+from fsdp2kit.rl.evaluation import build_reward_evaluation
+from fsdp2kit.rl.generation import Generation
+from fsdp2kit.rl.phases import Phases
+from fsdp2kit.rl.prompts import build_prompts
+from fsdp2kit.rl.rewards.rewards import Rewards, check_rewards
+from fsdp2kit.rl.sampling import Sampling
+from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.sleep import Sleepers
+from fsdp2kit.rl.state import RolloutState
 from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import build_metrics
 
@@ -40,11 +47,12 @@ class Config(RLConfig):
 def main(config: Config) -> None:
     """Train as ``config`` says; every rank calls this."""
     with start_job(config) as job:
-        # A config that would silently train something else is refused here, as is a reward or a server that is absent.
+        # Nothing is allocated yet. A config that would silently train something else is refused here.
         tokenizer = build_tokenizer(config.model)
         model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
+        # What answers and what rewards; a reward function, an environment or a server that is absent is refused here.
         prompts = build_prompts(config, tokenizer=tokenizer)
         rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
         conversations = job.closing.enter_context(Conversations(config, tokenizer))
@@ -56,18 +64,25 @@ def main(config: Config) -> None:
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
-        read = {"data": prompts, "contents": {**rewards.contents, **conversations.contents}, "tokenizer": tokenizer}
-        checkpoints = build_checkpoints(config, model, optimizer, job=job, **read)
+        code = rewards.contents | conversations.contents
+        checkpoints = build_checkpoints(
+            config, model, optimizer, job=job, data=prompts, tokenizer=tokenizer, contents=code
+        )
         progress = checkpoints.start()
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
-        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
-        # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
-        made = {"engine": engine, "conversations": conversations, "rewards": rewards, "tokenizer": tokenizer}
-        built = {"objective": objective, "mesh": job.mesh, "metrics": metrics, "progress": progress}
-        rollouts = Rollouts(config, model, optimizer, prompts, **made, **built)
-        say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
+        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=steps)
+        # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
+        phases = Phases(metrics)
+        sleepers = Sleepers(model, optimizer, objective.frozen_models, job.mesh.device)
+        generation = Generation(config, model, engine, conversations, phases, sleepers=sleepers)
+        scoring = Scoring(rewards, conversations, phases)
+        sampling = Sampling(config, job.mesh, prompts, generation, scoring, phases, metrics)
+        state = RolloutState(sampling, progress)
+        say(*checkpoints.describe(), *objective.describe(), *state.describe())
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
+        batches = RolloutBatches(sampling, state)
+        evaluate = build_reward_evaluation(sampling, state)
+        metrics.sources += [RolloutFigures(sampling, state, batches), objective.figures]
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=steps, memory=memory)
-        evaluate = rollouts if prompts.held_out else None
-        train(run, model, optimizer, schedule, rollouts, objective=objective, evaluate=evaluate)
+        train(run, model, optimizer, schedule, batches, objective=objective, evaluate=evaluate)

@@ -34,8 +34,8 @@ from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model, shrink_config
 from fsdp2kit.model.weights import initialize
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.rl.engine import Request
-from fsdp2kit.rl.transformers_engine import TransformersEngine
+from fsdp2kit.rl.engines.engine import Request
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 
 COLUMNS = ("one document a row", "packed", "Ulysses", "ring", "allgather", "LoRA", "QLoRA", "export", "generation")
 EXACT = "exact"

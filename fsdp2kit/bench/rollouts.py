@@ -17,8 +17,8 @@ from fsdp2kit.bench.storage import llama_config
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import World
-from fsdp2kit.rl.engine import Request
-from fsdp2kit.rl.transformers_engine import TransformersEngine
+from fsdp2kit.rl.engines.engine import Request
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 
 
 def bench_rollouts(

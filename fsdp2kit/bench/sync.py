@@ -16,7 +16,7 @@ from fsdp2kit.bench.storage import llama_config
 from fsdp2kit.job.distributed import World, gather_objects
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.rl.checksums import checksum, is_chosen
-from fsdp2kit.rl.engine import Bucket, VersionedWeights
+from fsdp2kit.rl.engines.engine import Bucket, VersionedWeights
 from fsdp2kit.rl.network_transport import Link, Meeting, NetworkReceiver, NetworkSender, in_background, join
 from fsdp2kit.rl.weight_sync import sync_weights
 

@@ -65,7 +65,7 @@ def smallest_world(config: TrainingConfig) -> int:
     # A copy of the model that is sharded over "auto" ranks needs as many as experts are dealt out over.
     copy = math.lcm(mesh.cp, mesh.ep) if "auto" in sizes[:1] and strategy != "no_shard" else mesh.cp
     ranks = copy * math.prod(size for size in sizes if isinstance(size, int))
-    engine = config.needs(config).engine
+    engine = config.engine_needs
     return math.lcm(ranks, engine.tp) if engine is not None and "auto" in sizes else ranks
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.facts import Needs
 from fsdp2kit.config.section import FunctionPath, InputPath, Section
 
 DataFormat = Literal[
@@ -236,8 +235,9 @@ class PreferenceDataConfig(DataConfig):
     """Tokens of an answer that are compared: the assistant's with its end-of-turn tokens, or those of its last
     message."""
 
-    def needs(self, config: Any) -> Needs:
-        return Needs(log_probs=True)
+    @property
+    def needs_log_probs(self) -> bool:
+        return True
 
 
 class TextDataConfig(DataConfig):

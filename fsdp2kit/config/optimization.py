@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.facts import MeshSizes, Needs
+from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.section import InputPath, Section, untagged
 from fsdp2kit.errors import UserError, check_installed
 
@@ -81,9 +81,6 @@ class DPOConfig(Section):
 
     def identity(self) -> dict[str, str]:
         return {"dpo.loss": self.loss}
-
-    def needs(self, config: Any) -> Needs:
-        return Needs(reference=self.needs_reference)
 
 
 class PlainDPOConfig(DPOConfig):
@@ -184,7 +181,7 @@ class AuxiliaryLossConfig(MoEConfig):
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
         super().check(config, sizes)
-        if config.needs(config).engine is not None:
+        if config.engine_needs is not None:
             what = "'aux' with rollouts: packs of rollouts depend on the mesh, and so would the loss of a pack"
             raise UserError("moe.balance", what, "use 'bias' or 'none'")
 

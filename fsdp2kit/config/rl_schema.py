@@ -20,10 +20,9 @@ from pydantic import (
 
 from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumulation
 from fsdp2kit.config.data_schema import DataConfig
-from fsdp2kit.config.facts import Engine, MeshSizes, Needs
+from fsdp2kit.config.facts import EngineNeeds, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.config.section import FunctionPath as FunctionPath
-from fsdp2kit.config.section import Section, TrainingDType, absolute_path
+from fsdp2kit.config.section import FunctionPath, Section, TrainingDType, absolute_path
 from fsdp2kit.errors import UserError
 
 
@@ -119,10 +118,10 @@ class RolloutConfig(Section):
     def sampling(self) -> dict[str, Any]:
         """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
-        The environment's code matters, too (`fsdp2kit.rl.conversations`). The other keys do not: `n` and `updates` may
-        not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and `sleep` say
-        where and how fast responses are made. A response keeps the log-probabilities of the engine that sampled it, so
-        it stays valid beside another engine.
+        The environment's code matters, too (`fsdp2kit.rl.environments.conversations`). The other keys do not: `n` and
+        `updates` may not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and
+        `sleep` say where and how fast responses are made. A response keeps the log-probabilities of the engine that
+        sampled it, so it stays valid beside another engine.
         """
         found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         return found if self.environment is None else {**found, "max_turns": self.max_turns}
@@ -133,7 +132,9 @@ class RolloutConfig(Section):
         return self.engine == "transformers"
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
-        size, micro, seq_len = config.train.global_batch_size, config.train.micro_batch_size, config.data.seq_len
+        size = config.train.global_batch_size
+        micro = config.train.micro_batch_size
+        seq_len = config.data.seq_len
         resolve_accumulation(size, micro, dp=sizes.dp, group=self.n)
         if size % self.n:
             near = multiples_near(size, math.lcm(sizes.dp * micro, self.n))
@@ -194,7 +195,7 @@ class RolloutConfig(Section):
         return {"rollout.n": str(self.n), "rollout.updates": str(self.updates)}
 
     def needs(self, config: Any) -> Needs:
-        engine = Engine(
+        engine = EngineNeeds(
             embedded=self.embedded,
             dtype=config.engine_dtype,
             tp=self.tp,
@@ -256,8 +257,13 @@ class GRPOConfig(Section):
     def identity(self) -> dict[str, str]:
         return {"grpo.loss": self.loss}
 
-    def needs(self, config: Any) -> Needs:
-        return Needs(log_probs=True, reference=self.kl > 0)
+    @property
+    def needs_log_probs(self) -> bool:
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl > 0
 
 
 class RewardConfig(Section):

@@ -7,6 +7,7 @@ sections that its TOML may have.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -20,7 +21,7 @@ from fsdp2kit.config.data_schema import Overlong as Overlong
 from fsdp2kit.config.data_schema import PreferenceDataConfig as PreferenceDataConfig
 from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
 from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
-from fsdp2kit.config.facts import MeshSizes
+from fsdp2kit.config.facts import EngineNeeds, MeshSizes
 from fsdp2kit.config.optimization import (
     AdamWConfig,
     AnyMoE,
@@ -357,3 +358,13 @@ class TrainingConfig(Section):
     def trains_adapter(self) -> bool:
         """Whether adapters are trained, beside a frozen model."""
         return self.lora.rank is not None or self.model.adapter is not None
+
+    @property
+    def engine_needs(self) -> EngineNeeds | None:
+        """What generates responses between steps; None: nothing does."""
+        return self.needs(self).engine
+
+    @property
+    def savings(self) -> Mapping[str, Any]:
+        """Values of the sections' TOML keys that would save memory without changing results."""
+        return self.needs(self).savings

@@ -114,6 +114,9 @@ def untagged(key: str, tag: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: tag, **value} if isinstance(value, dict) else value)
 
 
+_METHODS = ("check", "models", "identity", "needs_log_probs", "needs_reference", "needs", "offline", "changed")
+
+
 class Section(BaseModel):
     """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change.
 
@@ -131,7 +134,7 @@ class Section(BaseModel):
         Raises:
             TypeError: a key has the name of one of the methods.
         """
-        for name in ("check", "models", "identity", "needs", "offline", "changed"):
+        for name in _METHODS:
             if name in cls.model_fields:
                 raise TypeError(f"{cls.__name__}.{name}: is a method of Section; give the key another name")
 
@@ -159,9 +162,19 @@ class Section(BaseModel):
         """What a resumed run must have unchanged, as texts by TOML key."""
         return {key: text for section in self._inside() for key, text in section.identity().items()}
 
+    @property
+    def needs_log_probs(self) -> bool:
+        """Whether the loss is made of tokens' log-probabilities."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a frozen copy of the model."""
+        return False
+
     def needs(self, config: Any) -> Needs:
         """What the section adds to the run's memory; ``config`` as in `check`."""
-        found = Needs()
+        found = Needs(log_probs=self.needs_log_probs, reference=self.needs_reference)
         for section in self._inside():
             found |= section.needs(config)
         return found

@@ -197,7 +197,7 @@ def plan_parallel(
         experts = _plan_experts(model, config, sizes)
         layers = set(decoder_layers(model))
         # Weights travel to an engine in rows.
-        ranks = 1 if config.needs(config).engine is not None else shard_ranks(config.fsdp, sizes)
+        ranks = 1 if config.engine_needs is not None else shard_ranks(config.fsdp, sizes)
         nf4 = plan_nf4(config, model, traits=traits)
         in_4_bits = nf4.layouts(model) if nf4 else {}
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
@@ -248,7 +248,7 @@ def _check_model(
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
     _check_adapter(model, config, traits)
-    if (engine := config.needs(config).engine) is not None:
+    if (engine := config.engine_needs) is not None:
         check_tensor_parallel(model, engine.tp)
     if "other_tokenizer" not in config.preflight.allow:
         check_same_tokens(config.model)
@@ -325,7 +325,7 @@ def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Trait
         what = "with adapters on experts in one tensor"
         if config.compile.enabled:
             raise UserError("compile.enabled", f"true {what}: torch.compile cannot trace these", "set it to false")
-        if config.needs(config).engine is not None:
+        if config.engine_needs is not None:
             raise UserError(f"recipe {config.recipe!r}", f"{what}, which no engine is sent", "leave the experts out")
     if adapter is not None and (idle := sorted(traits.uncalled_modules & set(adapter.layers))):
         what = f"{idle[0]} is never called (the module around it reads its weight), so its adapter would do nothing"
@@ -368,7 +368,7 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
 
 def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes) -> ExpertPlan | None:
     """How experts are dealt out, where ``ep`` asks for it; refuses what was not tried with that."""
-    adapter, has_engine = adapter_of(model), config.needs(config).engine is not None
+    adapter, has_engine = adapter_of(model), config.engine_needs is not None
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
         ("mesh.ep with adapters on experts", adapter is not None and adapter.experts, "leave the experts out"),

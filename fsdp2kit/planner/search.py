@@ -63,7 +63,7 @@ def options(config: TrainingConfig) -> list[Option]:
     over_more = {"mesh.cp": 2 * config.mesh.cp, "mesh.dp_shard": "auto"}
     add("activations", over_more, "mesh.cp, to cut every sequence over more ranks")
 
-    for key, value in config.needs(config).savings.items():
+    for key, value in config.savings.items():
         add("state", {key: value})
     whole = {"fsdp.strategy": "full_shard", "mesh.dp_replicate": "auto", "mesh.dp_shard": "auto"}
     if fsdp.strategy in ("no_shard", "hybrid_shard_zero2"):

@@ -83,7 +83,8 @@ def math_answer(
     Args:
         seconds: most time for reading one answer, and for comparing two; an answer that takes longer counts 0.
     """
-    library, limit = _extra("math_verify"), {"parsing_timeout": seconds}
+    library = _extra("math_verify")
+    limit = {"parsing_timeout": seconds}
     # A box counts before other formulae, as in TRL.
     boxed_first = library.LatexExtractionConfig(boxed_match_priority=0)
     kinds = [boxed_first, library.ExprExtractionConfig()]
@@ -148,7 +149,8 @@ def _schema_validator(schema: dict[str, Any] | None = None, schema_file: str | N
 @functools.cache
 def _validator(schema: str, file: str | None) -> Any:
     """A validator for a schema as JSON, or in a file, which is read once."""
-    library, referencing = _extra("jsonschema"), _extra("referencing")
+    library = _extra("jsonschema")
+    referencing = _extra("referencing")
     try:
         wanted = json.loads(schema if file is None else Path(file).read_text(encoding="utf-8-sig"))
         if not isinstance(wanted, dict):
@@ -233,7 +235,8 @@ def _is_answer(text: str, wanted: str) -> float:
 
 
 def _final_number(text: str) -> _Number | None:
-    boxed, lines = _boxed(text), _HASHES.findall(text)
+    boxed = _boxed(text)
+    lines = _HASHES.findall(text)
     if boxed is not None:
         return _number(boxed, _WITH_UNIT)
     if lines and (found := _number(lines[-1], _WITH_UNIT)):
@@ -250,7 +253,8 @@ def _marked(text: str) -> str | None:
 
 def _boxed(text: str) -> str | None:
     r"""What the last complete ``\boxed{…}`` holds."""
-    found, opened = None, list[tuple[bool, int]]()
+    found = None
+    opened: list[tuple[bool, int]] = []
     for match in _BRACES.finditer(text):
         if match[0] == "{" or match["boxed"]:
             opened.append((bool(match["boxed"]), match.end()))

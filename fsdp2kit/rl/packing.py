@@ -11,7 +11,7 @@ import numpy as np
 from fsdp2kit.config.rl_schema import GRPOConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.objectives.policy import group_advantages
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engines.engine import Response
 
 _BLOCK = 64  # packs are as long as needed, in steps of this many tokens: a compiled model sees few lengths
 
@@ -48,7 +48,8 @@ def token_values(
         share = 1 / (len(responses) * max_new_tokens)
     else:
         share = 1 / max(1.0, (lengths * kept).sum())
-    advantages, weights = group_advantages(section, rewards).flatten(), share * kept * lengths.sum()
+    advantages = group_advantages(section, rewards).flatten()
+    weights = share * kept * lengths.sum()
     return {
         "advantages": [mask * np.float32(value) for mask, value in zip(masks, advantages, strict=True)],
         "weights": [mask * np.float32(value) for mask, value in zip(masks, weights, strict=True)],

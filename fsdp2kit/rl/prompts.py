@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,21 +16,28 @@ from transformers import PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
-from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.day import settle_day
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.formats import content_key
 from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
-from fsdp2kit.data.rows import RowReader, first_rows
+from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.tokenizer import turn_ends
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rewards.rewards import columns_of
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a response is asked for."""
+
+    prompt: Prompt
+    seed: tuple[int, ...]
+    """With the prompt and the weights, it decides what is sampled."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Prompts:
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     endings: frozenset[int]
     """Tokens that end a turn of the model."""
+    pad_id: int = 0
+    """The token that packs are padded with."""
     dropped: int = 0
     """Prompts left out because they are too long."""
     held_out: Sequence[Prompt] = ()
@@ -60,9 +68,9 @@ class Prompts:
     contents: Mapping[str, Content] = field(default_factory=dict)
     """By TOML key, each set of rows that was read."""
     warnings: Sequence[str] = ()
+    """What a person should look at before training."""
     notes: Sequence[str] = ()
     """What was done with the rows, a line each."""
-    """What a person should look at before training."""
 
     @property
     def columns(self) -> Collection[str]:
@@ -76,7 +84,8 @@ class Prompts:
 
     def of_round(self, number: int) -> list[int]:
         """Indices of the prompts of a batch of rollouts, which may span two passes over the prompts."""
-        found, count = [], len(self.prompts)
+        found = []
+        count = len(self.prompts)
         for position in range(number * self.per_round, (number + 1) * self.per_round):
             epoch, at = divmod(position, count)
             found.append(int(permutation(count, self.seed, 1 + epoch)[at]) if self.shuffle else at)
@@ -108,33 +117,6 @@ class Prompts:
         ]
 
 
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
-    """The keywords that reward functions are called with, for prompts of these rows."""
-    own = {name for row in rows for name in row if name != "prompt"}
-    return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
-
-
-def check_rewards(config: RLConfig, *, missing: Collection[str]) -> dict[str, str | None]:
-    """Import the reward functions, each in a process, and look whether they take the columns of the first rows.
-
-    Args:
-        missing: TOML keys of data that are not on this machine.
-
-    Returns:
-        As `Section.offline`.
-
-    Raises:
-        UserError: a function cannot be imported, or not be called with the columns.
-    """
-    if not config.reward:
-        return {}
-    columns = ()
-    if config.data.path is not None and "data.path" not in missing:
-        columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
-    with Rewards(config.reward, columns=columns) as rewards:
-        return {"reward": f"reward functions: {', '.join(rewards.names)}, imported"}
-
-
 @agreement()
 def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Read the prompts. Collective.
@@ -143,7 +125,10 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         UserError: a row is malformed, or too long under ``overlong = "error"``.
     """
     settle_day(tokenizer, Path(config.run.dir))
-    section, rollout, train, evaluation = config.data, config.rollout, config.train, config.eval
+    section = config.data
+    rollout = config.rollout
+    train = config.train
+    evaluation = config.eval
     per_step = train.global_batch_size // rollout.n
     if section.path is None:
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
@@ -157,7 +142,8 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         # Rows that ask the same stay together.
         keys = np.array([content_key(prompt.messages or dict(prompt.row)) for prompt in prompts], dtype=np.uint64)
         [(kept, out)] = hold_out([keys], evaluation.split, names=[f"{trained_on.key}: {section.path}"])
-        prompts, held_out = [prompts[at] for at in kept], [prompts[at] for at in out]
+        held_out = [prompts[at] for at in out]
+        prompts = [prompts[at] for at in kept]
     for one in held_out_sets(config) if config.evaluates else []:
         found, long = _read_set(one, config, tokenizer, warnings, notes)
         held_out += found
@@ -175,6 +161,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         shuffle=section.shuffle,
         total_steps=steps,
         endings=frozenset(turn_ends(tokenizer)),
+        pad_id=cast(int, tokenizer.pad_token_id or 0),
         dropped=dropped,
         held_out=asked,
         held_out_fingerprint=own[0] if own and len(asked) == len(held_out) else digest_of(asked),
@@ -218,31 +205,3 @@ def _read_set(
         todo = 'use a larger data.seq_len, or set data.overlong = "drop"'
         raise UserError(rows[at].where, f"{what} ({len(prompts) - len(short)} such rows of {len(prompts)})", todo)
     return short, len(prompts) - len(short)
-
-
-def arguments_of(
-    prompts: Sequence[Prompt], responses: Sequence[Response], texts: Sequence[str]
-) -> dict[str, list[Any]]:
-    """The keyword arguments of reward functions: lists with one item for each response.
-
-    Args:
-        prompts: the prompt of each response.
-        texts: the responses' texts.
-    """
-    columns = {name for prompt in prompts for name in prompt.row}
-    exchanges = list(itertools.starmap(_exchange, zip(prompts, responses, texts, strict=True)))
-    return {
-        **{name: [prompt.row.get(name) for prompt in prompts] for name in columns - {"prompt"}},
-        "prompts": [asked for asked, _ in exchanges],
-        "completions": [said for _, said in exchanges],
-        "completion_ids": [response.ids for response in responses],
-        "truncated": [not response.is_whole for response in responses],
-    }
-
-
-def _exchange(prompt: Prompt, response: Response, text: str) -> tuple[Any, Any]:
-    """What was asked and what was said, both as texts or both as messages."""
-    if response.conversation is not None:
-        return response.conversation.asked, response.conversation.said
-    is_text = isinstance(prompt.messages, str)
-    return prompt.messages, text if is_text else [{"role": "assistant", "content": text}]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.engines.engine import Response
 from fsdp2kit.rl.packing import Rollout
 
 

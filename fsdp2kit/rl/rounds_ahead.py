@@ -19,10 +19,11 @@ import torch.distributed as dist
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.job.distributed import agreement, reduce_numbers
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.rl.conversations import Question
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.generation import Phases, from_all_ranks, my_part
+from fsdp2kit.rl.engines.engine import Response
 from fsdp2kit.rl.packing import Rollout
+from fsdp2kit.rl.parts import from_all_ranks, my_groups
+from fsdp2kit.rl.phases import Phases
+from fsdp2kit.rl.prompts import Question
 from fsdp2kit.rl.rounds import Round
 
 
@@ -59,7 +60,10 @@ class RoundsAhead:
         n: int,
         phases: Phases,
     ) -> None:
-        self._generate, self._score, self._n, self._phase = generate, score, n, phases
+        self._generate = generate
+        self._score = score
+        self._n = n
+        self._phases = phases
         self._rounds: dict[int, _Asked] = {}
         self._last: _Asked | None = None
 
@@ -87,7 +91,7 @@ class RoundsAhead:
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has answered all it was asked; its weights may change then. Collective."""
-        with self._phase("wait"), agreement():
+        with self._phases("wait"), agreement():
             for asked in self._rounds.values():
                 asked.responses.result()
                 if asked.rewards.done():
@@ -97,7 +101,7 @@ class RoundsAhead:
         """Wait until all rounds are sampled and scored. Collective."""
         if not self._rounds:
             return
-        with self._phase("wait"), agreement():
+        with self._phases("wait"), agreement():
             for asked in self._rounds.values():
                 asked.rewards.result()
 
@@ -108,9 +112,9 @@ class RoundsAhead:
             prompts: the index of each group's prompt.
         """
         asked = self._rounds[number]
-        with self._phase("wait"), agreement():
+        with self._phases("wait"), agreement():
             asked.rewards.result()
-        self._phase.seconds |= asked.seconds
+        self._phases.seconds |= asked.seconds
         del self._rounds[number]
         return self._whole(asked, prompts)
 
@@ -125,7 +129,7 @@ class RoundsAhead:
         if not self._rounds:
             return []
         rounds = sorted(self._rounds.items())
-        with self._phase("wait"), agreement():
+        with self._phases("wait"), agreement():
             made = sum(1 for _ in itertools.takewhile(_is_made, (asked for _, asked in rounds)))
         made = int(reduce_numbers([float(made)], dist.ReduceOp.MIN)[0])
         return [self._whole(asked, prompts(number)) for number, asked in rounds[:made]]
@@ -142,7 +146,8 @@ class RoundsAhead:
         return Round(asked.number, asked.version, rollouts)
 
     def _begin(self, asked: _Asked, questions: Sequence[Question]) -> None:
-        mine, before = my_groups(questions, self._n), self._last
+        mine = my_groups(questions, self._n)
+        before = self._last
         prompts = [one.prompt for one in mine]
         self._rounds[asked.number] = self._last = asked
 
@@ -174,8 +179,3 @@ def _is_made(asked: _Asked) -> bool:
     except Stopped:
         return False
     return True
-
-
-def my_groups(items: Sequence[Any], n: int) -> list[Any]:
-    """The items of this rank's groups of ``n``, of the items of all groups."""
-    return [items[group * n + turn] for group in my_part(range(len(items) // n)) for turn in range(n)]

@@ -73,8 +73,10 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
         optimizer: with the state that is tagged ``"optimizer"``; None: there is none.
         what: ``"weights"`` is parameters and their gradients.
     """
-    device, asleep = _device_of(model), _asleep_in(model)
-    before, new = memory_in_use(device), list[_Asleep]()
+    device = _device_of(model)
+    asleep = _asleep_in(model)
+    before = memory_in_use(device)
+    new: list[_Asleep] = []
     if "weights" in what and "weights" not in asleep:
         reshard_all(model)
         copies = _to_host(_weights_of(model), device)
@@ -89,8 +91,10 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
 
 def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
     """Bring back to the device what `sleep` moved to the host; what is awake stays awake."""
-    device, asleep = _device_of(model), _asleep_in(model)
-    before, found = memory_in_use(device), [asleep.pop(tag) for tag in EVERYTHING if tag in what and tag in asleep]
+    device = _device_of(model)
+    asleep = _asleep_in(model)
+    before = memory_in_use(device)
+    found = [asleep.pop(tag) for tag in EVERYTHING if tag in what and tag in asleep]
     for one in found:
         for storage, copy in one.copies:
             storage.resize_(copy.numel())
@@ -98,6 +102,39 @@ def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
         for undo in one.undo:
             undo()
     return _moved("awake", found, before, device)
+
+
+class Sleepers:
+    """What leaves the device while an engine generates: models with their gradients, and the optimizer's state.
+
+    Args:
+        model: the trained one, sharded.
+        frozen: other models, such as a reference.
+        device: of all of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, frozen: Iterable[nn.Module], device: torch.device
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._frozen = list(frozen)
+        self._device = device
+
+    def sleep(self) -> None:
+        """Move all of it to the host."""
+        sleep(self._model, self._optimizer)
+        for model in self._frozen:
+            sleep(model, None)
+
+    def wake_up(self) -> None:
+        """Bring all of it back."""
+        for model in [self._model, *self._frozen]:
+            wake_up(model)
+
+    def give_back_memory(self) -> None:
+        """Free what the allocator keeps and nothing uses."""
+        give_back_memory(self._device)
 
 
 def check_awake(model: nn.Module) -> None:
@@ -193,7 +230,8 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def _moved(state: str, parts: Iterable[_Asleep], before: int, device: torch.device) -> Moved:
-    nbytes, after = sum(copy.numel() for part in parts for _, copy in part.copies), memory_in_use(device)
+    nbytes = sum(copy.numel() for part in parts for _, copy in part.copies)
+    after = memory_in_use(device)
     if nbytes:
         sizes = (value / 2**30 for value in (nbytes, before, after))
         logger.info("%s: %.2f GiB; memory in use %.2f, now %.2f GiB", state, *sizes)

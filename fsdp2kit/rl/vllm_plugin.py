@@ -73,15 +73,18 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Join the trainer, if weights come by network."""
         self.shutdown()
         if init_info.place is not None:
-            one, ranks = self.parallel_config, self.parallel_config.world_size
-            number, count = one.data_parallel_index * ranks + one.rank, one.data_parallel_size * ranks
+            one = self.parallel_config
+            ranks = self.parallel_config.world_size
+            number = one.data_parallel_index * ranks + one.rank
+            count = one.data_parallel_size * ranks
             self._trainer = NetworkReceiver(init_info.place, number=number, count=count, device=self.device)
 
     def start_weight_update(self) -> None:
         """All weights follow, layer by layer."""
         if self._is_open:  # a bucket failed, and vLLM has not ended that update: its tensors would count for this one
             finalize_layerwise_reload(self.model, self.model_config)
-        self._is_open, self._sums = True, {}
+        self._is_open = True
+        self._sums = {}
         initialize_layerwise_reload(self.model)
         self._unprepared = dict(_experts(self.model))
         for experts in self._unprepared.values():
@@ -122,7 +125,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
         self.shutdown()
-        self._is_open, sums, self._sums = False, self._sums, {}
+        self._is_open = False
+        sums = self._sums
+        self._sums = {}
         self._compare(sums)
 
     def _compare(self, sums: dict[str, Sum]) -> None:
@@ -139,7 +144,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the trainer."""
-        trainer, self._trainer = self._trainer, None
+        trainer = self._trainer
+        self._trainer = None
         if trainer is not None:
             trainer.close()
 

@@ -25,7 +25,7 @@ from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
+from fsdp2kit.rl.engines.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
 from fsdp2kit.torch_compat import all_gather_single, local_slices
 

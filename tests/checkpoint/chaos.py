@@ -31,8 +31,8 @@ from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
-from fsdp2kit.rl.rollouts import Rollouts
-from fsdp2kit.rl.transformers_engine import TransformersEngine
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
+from fsdp2kit.rl.scoring import Scoring
 from fsdp2kit.run import load
 from tests.workers import FORKS
 
@@ -49,7 +49,7 @@ MARKS: tuple[tuple[str, Any, str], ...] = (
     ("export", hf, "dcp_to_hf"),
     ("generate", TransformersEngine, "generate"),
     ("bucket", TransformersEngine, "load_weights"),
-    ("reward", Rollouts, "_score"),
+    ("reward", Scoring, "score"),
 )
 PHASES = tuple(dict.fromkeys(phase for phase, _, _ in MARKS))
 SAVING = ("staging", "writing", "completing", "rename", "retention")

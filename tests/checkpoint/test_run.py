@@ -29,7 +29,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import ModelSource, build_model, source_of
-from fsdp2kit.rl.rollouts import Rollouts
+from fsdp2kit.rl.evaluation import RewardEvaluation
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import checkpoints_of, exported_step
 from tests.checkpoint.test_checkpoints import flip
@@ -124,7 +124,7 @@ def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
     """A run with rewards names the reward, which rises as ``eval_loss`` falls."""
     checkpoints = checkpoints_of(tmp_path, export="best")
     checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
-    for maximizes, said in ((None, "eval_loss -5"), (Rollouts.maximizes, "eval_reward 5")):
+    for maximizes, said in ((None, "eval_loss -5"), (RewardEvaluation.maximizes, "eval_reward 5")):
         lines = checkpoints.describe_end(is_over=True, maximizes=maximizes)
         assert f"model: {tmp_path / 'hf'}, of step-000002, the best ({said})" in lines
 

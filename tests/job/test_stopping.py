@@ -23,7 +23,7 @@ from fsdp2kit.config.rl_schema import WeightSyncConfig
 from fsdp2kit.job import launcher, stop
 from fsdp2kit.job.stop import Stopped, UnsavedStart
 from fsdp2kit.report.read import read_run
-from fsdp2kit.rl.server import Server
+from fsdp2kit.rl.engines.server import RolloutServer
 from tests.checkpoint.test_chaos import DEMO, TOML
 from tests.reference import full
 from tests.workers import ending, start_ranks
@@ -66,9 +66,9 @@ PHASES: dict[str, tuple[str, str, float, int]] = {
     "answering prompts": ("fsdp2kit.train.evaluation", "reduce_numbers", 0.7, 3),
     "saving": ("fsdp2kit.checkpoint.checkpoints.Checkpoints", "write", 2, 1),
     "exporting": ("fsdp2kit.checkpoint.hf", "write_safetensors", 2, 1),
-    "generating": ("fsdp2kit.rl.transformers_engine._Sampler", "__call__", 1, 20),
-    "finding rewards": ("fsdp2kit.rl.user_process.UserProcess", "has_answer", 0.3, 4),
-    "syncing weights": ("fsdp2kit.rl.transformers_engine.TransformersEngine", "load_weights", 1, 3),
+    "generating": ("fsdp2kit.rl.engines.transformers_engine._Sampler", "__call__", 1, 20),
+    "finding rewards": ("fsdp2kit.rl.user_code.UserProcess", "has_answer", 0.3, 4),
+    "syncing weights": ("fsdp2kit.rl.engines.transformers_engine.TransformersEngine", "load_weights", 1, 3),
 }
 OF_GRPO = ("generating", "finding rewards", "syncing weights")
 EVALUATED = ["eval.every=2", "eval.patience=9", "checkpoint.every=3", "train.steps=4"]
@@ -302,7 +302,7 @@ def test_a_rank_that_agreed_to_end_goes_on_where_another_trains() -> None:
     assert not start.agree_to_end()
 
 
-class _Slow(Server):
+class _Slow(RolloutServer):
     kind = missing = "slow"
 
     def _served_model(self) -> str:

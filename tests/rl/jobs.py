@@ -18,7 +18,7 @@ from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.rl.engine import Bucket, Entry, SharedMemorySender, VersionedWeights
+from fsdp2kit.rl.engines.engine import Bucket, Entry, SharedMemorySender, VersionedWeights
 from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.torch_compat import inner_tensors, parameter_groups

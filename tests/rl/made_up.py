@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.rl_schema import GRPOConfig
-from fsdp2kit.rl.engine import Conversation, Response
+from fsdp2kit.rl.engines.engine import Conversation, Response
 from fsdp2kit.rl.packing import Rollout
 
 MAX_NEW, TEMPERATURE = 12, 0.7

@@ -23,12 +23,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.rl.checksums import checksum
-from fsdp2kit.rl.engine import Bucket, Entry, Request, Response, VersionedWeights
+from fsdp2kit.rl.engines.engine import Bucket, Entry, Request, Response, VersionedWeights
+from fsdp2kit.rl.engines.server import RolloutServer
+from fsdp2kit.rl.engines.server_engine import ServerEngine
+from fsdp2kit.rl.engines.sglang_server import SGLangServer
+from fsdp2kit.rl.engines.vllm_server import VLLMServer
 from fsdp2kit.rl.network_transport import LinkError, NetworkReceiver
-from fsdp2kit.rl.server import Server
-from fsdp2kit.rl.server_engine import ServerEngine
-from fsdp2kit.rl.sglang_server import SGLangServer
-from fsdp2kit.rl.vllm_server import VLLMServer
 
 WEIGHTS = {"a": torch.linspace(-3, 3, 12).view(3, 4).bfloat16(), "b": torch.arange(5.0)}
 OPTIONS: dict[str, Any] = {"run": "a1", "is_main": True, "stops": [7], "timeout": 30.0}
@@ -39,7 +39,7 @@ OPTIONS["weight_sync"] = WeightSyncConfig()
 class StandIn(ThreadingHTTPServer):
     """Keeps what it was sent, and fails where a test tells it to; `respond` answers as one kind of server does."""
 
-    client: type[Server]
+    client: type[RolloutServer]
     looks: str
     """The route that a client asks first."""
     generates: str

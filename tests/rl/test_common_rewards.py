@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from fsdp2kit import run
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.config.section import OverrideText
+from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl import common_rewards
 from fsdp2kit.rl.common_rewards import exact_answer, matches_pattern, matches_schema, math_answer, overlong_penalty
-from fsdp2kit.rl.reward_code import code_digests
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rewards.rewards import Rewards
 
 MODULE = "fsdp2kit.rl.common_rewards"
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}

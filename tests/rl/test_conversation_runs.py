@@ -11,7 +11,7 @@ import pytest
 
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.conversations import check_environment
+from fsdp2kit.rl.environments.conversations import check_environment
 from fsdp2kit.run import load
 from tests.rl.games import MODEL, random_plays, write_game, write_tokenizer
 from tests.rl.runs import numbers, run, run_recipe

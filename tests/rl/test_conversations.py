@@ -15,9 +15,10 @@ import pytest
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.conversations import Conversations, Question
-from fsdp2kit.rl.engine import Engine, Request, Response
-from fsdp2kit.rl.environments import Environments
+from fsdp2kit.rl.engines.engine import Request, Response, RolloutEngine
+from fsdp2kit.rl.environments.conversations import Conversations
+from fsdp2kit.rl.environments.environments import Environments
+from fsdp2kit.rl.prompts import Question
 from tests.data.families import FAMILIES, glm4, tokenizer_of
 
 ENVIRONMENTS = '''
@@ -112,7 +113,7 @@ USER = {"role": "user", "content": "Sure?"}
 STOP = "<|im_end|>"
 
 
-class Scripted(Engine):
+class Scripted(RolloutEngine):
     """Answers each conversation's turns with the tokens that are given."""
 
     def __init__(self, turns: Callable[[int, int], list[int]], stops: set[int]) -> None:

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.rl.engine import Request
-from fsdp2kit.rl.generation import build_engine
+from fsdp2kit.rl.engines.build import build_engine
+from fsdp2kit.rl.engines.engine import Request
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.rl.packing import pack
-from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
 from tests.reference import DEMO, IS_5_17, full, tiny_model

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.rl.generation import build_engine
+from fsdp2kit.rl.engines.build import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.checkpoint.jobs import exported
 from tests.kept import kept_model

@@ -18,10 +18,10 @@ from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import network_transport
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen
+from fsdp2kit.rl.engines.server_engine import ServerEngine
+from fsdp2kit.rl.engines.sglang_server import SGLangServer
+from fsdp2kit.rl.engines.vllm_server import VLLMServer
 from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
-from fsdp2kit.rl.server_engine import ServerEngine
-from fsdp2kit.rl.sglang_server import SGLangServer
-from fsdp2kit.rl.vllm_server import VLLMServer
 from tests.rl.servers import (
     OPTIONS,
     WEIGHTS,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fsdp2kit.config.rl_schema import RewardConfig
-from fsdp2kit.rl.reward_code import code_digests
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.data.code import code_digests
+from fsdp2kit.rl.rewards.rewards import Rewards
 
 FILES = {
     "mine.py": "import json, numpy as np\nimport words\nfrom parts import strings\n\ndef f(**_):\n"

@@ -16,10 +16,9 @@ import pytest
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl import rewards as rewards_module
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.prompts import arguments_of
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.rewards import rewards as rewards_module
+from fsdp2kit.rl.rewards.rewards import Rewards, arguments_of
 
 FUNCTIONS = '''
 import asyncio, json, os, sys, time

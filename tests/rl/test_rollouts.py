@@ -8,9 +8,9 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -29,12 +29,18 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
-from fsdp2kit.rl.conversations import Conversations
-from fsdp2kit.rl.engine import Response
+from fsdp2kit.rl.batches import RolloutBatches, RolloutFigures
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
+from fsdp2kit.rl.environments.conversations import Conversations
+from fsdp2kit.rl.evaluation import RewardEvaluation
+from fsdp2kit.rl.generation import Generation
 from fsdp2kit.rl.packing import Rollout, deal_packs
-from fsdp2kit.rl.rollouts import Rollouts
+from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.rounds import Round, round_state
-from fsdp2kit.rl.transformers_engine import TransformersEngine
+from fsdp2kit.rl.sampling import Sampling
+from fsdp2kit.rl.scoring import Scoring
+from fsdp2kit.rl.state import RolloutState
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.reference import full
@@ -282,29 +288,40 @@ class _Server:
         engine.generate, engine.begin_update = generate_late, begin_alone
         return engine
 
-    def rollouts(self) -> type[Rollouts]:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, batches, checkpoints, evaluations and scores are late, or let it go on."""
         server = self
+        batch = RolloutBatches.batch
+        saved = RolloutState.saved
+        evaluate = RewardEvaluation.__call__
+        score = Scoring.score
 
-        class Late(Rollouts):
-            def batch(self, index: int, /) -> Any:
-                found = super().batch(index)
-                server.begin(index)
-                return found
+        def batch_late(batches: RolloutBatches, index: int, /) -> Any:
+            found = batch(batches, index)
+            server.begin(index)
+            return found
 
-            def state(self, index: int, /) -> Any:
-                server.begin(math.inf)
-                return super().state(index)
+        def saved_at_once(state: RolloutState, index: int) -> Any:
+            server.begin(math.inf)
+            return saved(state, index)
 
-            def __call__(self) -> dict[str, float]:
-                server.begin(math.inf)
-                return super().__call__()
+        def evaluate_at_once(evaluation: RewardEvaluation) -> dict[str, float]:
+            server.begin(math.inf)
+            return evaluate(evaluation)
 
-            def _score(self, prompts: Any, responses: Any) -> Any:
-                if responses and (number := server._numbers.get(id(responses[0]), 0)):
-                    server.wait_for(number - 1)
-                return super()._score(prompts, responses)
+        def score_late(scoring: Scoring, prompts: Any, responses: Any) -> Any:
+            if responses and (number := server._numbers.get(id(responses[0]), 0)):
+                server.wait_for(number - 1)
+            return score(scoring, prompts, responses)
 
-        return Late
+        with (
+            mock.patch.object(RolloutBatches, "batch", batch_late),
+            mock.patch.object(RolloutState, "saved", saved_at_once),
+            mock.patch.object(RewardEvaluation, "__call__", evaluate_at_once),
+            mock.patch.object(Scoring, "score", score_late),
+        ):
+            yield
 
 
 def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
@@ -316,11 +333,12 @@ def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
         embedded = config.rollout.model_copy(update={"engine": "transformers"})
         return server.hold(build(config.model_copy(update={"rollout": embedded}), *given, **named))
 
-    recipe.build_engine, recipe.Rollouts = build_engine, server.rollouts()
-    try:
-        recipe.main(config)
-    except UserError as error:
-        return str(error)
+    recipe.build_engine = build_engine
+    with server.beside():
+        try:
+            recipe.main(config)
+        except UserError as error:
+            return str(error)
     return ""
 
 
@@ -431,64 +449,93 @@ class _Engine:
 class _Rewards:
     def __init__(self, *names: str) -> None:
         self.names = [name.partition(" ")[0] for name in names]
+        self.weights = np.ones(len(names))
         self.contents = {f"reward.{own}": Content(name) for own, name in zip(self.names, names, strict=True)}
 
     def __call__(self, arguments: Any) -> np.ndarray:
         return np.full((len(arguments["completions"]), len(self.names)), 7.0)
 
 
+@dataclass
+class _Rollouts:
+    """What the recipe builds, around an engine that is asked nothing."""
+
+    sampling: Sampling
+    state: RolloutState
+    batches: RolloutBatches
+
+    def evaluation(self, held_out: Sequence[Any]) -> RewardEvaluation:
+        prompts: Any = SimpleNamespace(held_out=held_out, held_out_fingerprint="")
+        return RewardEvaluation(replace(self.sampling, prompts=prompts), self.state)
+
+    def figures(self) -> RolloutFigures:
+        return RolloutFigures(self.sampling, self.state, self.batches)
+
+
 def _rollouts(
-    toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same"), per_round: int = 4, kind: str = "llama"
-) -> Rollouts:
+    toml: Path,
+    *overrides: str,
+    rewards: Sequence[str] = ("spread", "same"),
+    per_round: int = 4,
+    kind: str = "llama",
+    prompts: Any = None,
+) -> _Rollouts:
     """
     Args:
         kind: the model's type.
         rewards: of each function its name, and anything that stands for its code.
+        prompts: None: four that are all alike.
     """
-    _, config = load(str(toml), list(overrides))
-    asked = [Prompt({"prompt": "Hi"}, "Hi", [1])] * 4
-    prompts = SimpleNamespace(per_round=per_round, total_steps=8, prompts=asked, of_round=lambda number: [0, 1, 2, 3])
+    _, loaded = load(str(toml), list(overrides))
+    config: Any = loaded
+    if prompts is None:
+        asked = [Prompt({"prompt": "Hi"}, "Hi", [1])] * 4
+        prompts = SimpleNamespace(
+            per_round=per_round, total_steps=8, prompts=asked, of_round=lambda number: [0, 1, 2, 3]
+        )
     none: Any = None
     model: Any = SimpleNamespace(config=AutoConfig.for_model(kind))
-    mesh: Any = SimpleNamespace(device=none)
-    metrics = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
-    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh}
-    given["tokenizer"] = SimpleNamespace(decode=lambda *_, **__: "")
-    given["conversations"] = Conversations(config, none)
-    given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
-    return Rollouts(config, model, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
+    metrics: Any = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
+    phases = Phases(metrics)
+    tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", pad_token_id=None)
+    conversations = Conversations(config, tokenizer)
+    engine: Any = _Engine()
+    functions: Any = _Rewards(*rewards)
+    generation = Generation(config, model, engine, conversations, phases, sleepers=none)
+    scoring = Scoring(functions, conversations, phases)
+    sampling = Sampling(config, none, prompts, generation, scoring, phases, metrics)
+    state = RolloutState(sampling, Progress())
+    return _Rollouts(sampling, state, RolloutBatches(sampling, state))
 
 
 @pytest.mark.parametrize(("kind", "is_mixture"), [("llama", False), ("qwen3_moe", True)])
 def test_a_mixtures_run_says_that_routing_is_not_replayed(toml: Path, kind: str, is_mixture: bool) -> None:
-    rollouts: Any = _rollouts(toml, kind=kind)
-    rollouts._rewards.weights = np.ones(2)
-    said = rollouts.describe()
+    said = _rollouts(toml, kind=kind).state.describe()
+    assert said[1] == "reward: 1 × spread, 1 × same"
     assert sum("does not replay the engine's choices; log_prob_gap" in line for line in said) == is_mixture
 
 
 def test_only_the_first_update_after_sampling_shows_the_engines_gap(toml: Path) -> None:
     """Later ones also see what the updates between have changed."""
     for version, is_warned in ((2, True), (1, False)):
-        running, said = _rollouts(toml, "rollout.samples_every=0"), []
-        running._metrics.message = said.append
-        running._figures = {"rollout/without_signal": 0.0}
-        running._look_at({"step": 3, "log_prob_gap": 1.0}, Round(2, version, []))
+        running = _rollouts(toml, "rollout.samples_every=0")
+        said: list[str] = []
+        running.sampling.metrics.message = said.append
+        running.batches.figures = {"rollout/without_signal": 0.0}
+        running.state.now = Round(2, version, [])
+        running.sampling.phases.figures = dict  # pyright: ignore[reportAttributeAccessIssue]
+        running.figures()({"step": 3, "log_prob_gap": 1.0})
         assert [text.partition(":")[0] for text in said] == ["warning"] * is_warned, version
 
 
 def test_the_best_evaluation_is_the_one_with_the_highest_reward(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = _rollouts(toml)
-    given: Any = {
-        "_prompts": SimpleNamespace(held_out=[SimpleNamespace(ids=[1])] * 3),
-        "_generation": SimpleNamespace(respond=lambda *_: [Response([1], [-1.0], is_whole=True)] * 3),
-        "_rewarded": lambda *_, n: np.array([[1.0, 2.0]] * 3),
-        "_sample": lambda *_: {},
-    }
-    for name, value in given.items():
-        monkeypatch.setattr(running, name, value)
-    running._rewards.weights = np.array([1.0, 0.5])
-    found = running()
+    running.sampling.scoring.weights = {"spread": 1.0, "same": 0.5}
+    responses = [Response([1], [-1.0], is_whole=True)] * 3
+    monkeypatch.setattr(running.sampling.generation, "respond", lambda *_: responses)
+    monkeypatch.setattr(running.sampling.scoring, "score_all", lambda *_, n: np.array([[1.0, 2.0]] * 3))
+    monkeypatch.setattr(running.sampling.scoring, "sample", lambda *_: {})
+    found = running.evaluation([Prompt({}, "", [1])] * 3)()
     assert (found["eval_reward"], found["eval_loss"]) == (2.0, -2.0)
 
 
@@ -497,13 +544,13 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
     another one where it was made ahead."""
     responses = [Response([1], [-1.0], is_whole=True)] * 16
     made = [Rollout(at // 4, response, (1.0, 2.0)) for at, response in enumerate(responses)]
-    running = _rollouts(toml, "rollout.updates=2")
+    running = _rollouts(toml, "rollout.updates=2").state
     for index, version, is_kept in ((4, 4, False), (4, 2, True), (5, 4, True), (6, 4, False)):
-        running._round = Round(2, version, made)
-        state = running.state(index)
+        running.now = Round(2, version, made)
+        state = running.saved(index)
         assert (state is not None) is is_kept, (index, version)
-    running._round = Round(2, 2, made)
-    state = running.state(4)
+    running.now = Round(2, 2, made)
+    state = running.saved(4)
     assert state is not None
     ahead = ["rollout.updates=2", "rollout.ahead=1", "rollout.engine='vllm'"]
     state = json.loads(json.dumps(state))
@@ -518,13 +565,13 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
         ([*ahead, "rollout.temperature=0.5"], ["spread", "same"], "changed since: rollout.temperature"),
         ([*ahead, "rollout.max_new_tokens=9"], ["spread", "same"], "changed since: rollout.max_new_tokens"),
     ):
-        resumed = _rollouts(toml, *overrides, rewards=rewards)
+        resumed = _rollouts(toml, *overrides, rewards=rewards).state
         resumed.resume(state)
-        assert (resumed._round is None) is bool(why), (overrides, rewards)
-        assert resumed._notes == ([f"{made_again} ({why})"] if why else [])
+        assert (resumed.now is None) is bool(why), (overrides, rewards)
+        assert resumed.notes == ([f"{made_again} ({why})"] if why else [])
     # The step learns from round 2. Its rewards were found, but nothing was learnt from those of the rounds after it.
     later = [Round(3, 4, made), Round(4, 4, made)]
-    state = json.loads(json.dumps({**round_state(None, later), "made_by": running._made_by}))
+    state = json.loads(json.dumps({**round_state(None, later), "made_by": running.made_by}))
     two = [*ahead, "rollout.ahead=2"]
     other_size = [*two, "train.global_batch_size=8"]
     for overrides, rewards, reward, kept, why in (
@@ -535,20 +582,20 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
         ([*two, "rollout.temperature=0.5"], ["spread", "same"], None, [], "changed since: rollout.temperature"),
         (other_size, ["spread", "same"], None, [], "changed since: train.global_batch_size"),
     ):
-        resumed = _rollouts(toml, *overrides, rewards=rewards, per_round=2 if overrides is other_size else 4)
-        resumed._phase = resumed._ahead._phase = lambda _: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
+        resumed = _rollouts(toml, *overrides, rewards=rewards, per_round=2 if overrides is other_size else 4).state
+        resumed._ahead._phases = lambda _: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
         resumed.resume(state)
         found = resumed._ahead.all_rounds(resumed._prompts.of_round)
         assert [one.number for one in found] == kept, overrides
         assert {rollout.rewards[1] for one in found for rollout in one.rollouts} == ({reward} if kept else set())
         assert [rollout.response for one in found for rollout in one.rollouts] == responses * len(kept)
-        assert resumed._notes == ([f"{made_again} ({why})"] if why else [])
+        assert resumed.notes == ([f"{made_again} ({why})"] if why else [])
     untold = "the checkpoint does not say how they were made", "the checkpoint has them in another form"
-    older = {"ahead": {"round": 3, "version": 4, "responses": []}, "made_by": running._made_by}
+    older = {"ahead": {"round": 3, "version": 4, "responses": []}, "made_by": running.made_by}
     for foreign, why in zip(({**state, "made_by": {}}, older), untold, strict=True):
-        resumed = _rollouts(toml, *two)
+        resumed = _rollouts(toml, *two).state
         resumed.resume(foreign)
-        assert resumed._notes == [f"{made_again} ({why})"]
+        assert resumed.notes == [f"{made_again} ({why})"]
         assert 3 not in resumed._ahead
 
 
@@ -655,10 +702,10 @@ def test_rewards_that_are_the_same_have_the_same_sum() -> None:
     rng = np.random.default_rng(0)
     for groups in range(1, 60):
         rewards = rng.random((groups, 8)).round(3).repeat(3, axis=0)
-        weights = SimpleNamespace(_weights={str(at): weight for at, weight in enumerate(rng.random(8))})
-        sums = Rollouts._weighted(cast(Any, weights), rewards).reshape(-1, 3)
+        weights = {str(at): weight for at, weight in enumerate(rng.random(8))}
+        sums = Scoring.totals(cast(Any, SimpleNamespace(weights=weights)), rewards).reshape(-1, 3)
         assert not has_signal(sums).any()
-        np.testing.assert_allclose(sums.flatten(), rewards @ [*weights._weights.values()], rtol=1e-14)
+        np.testing.assert_allclose(sums.flatten(), rewards @ [*weights.values()], rtol=1e-14)
 
 
 @pytest.mark.full
@@ -742,39 +789,36 @@ class _EnoughError(Exception):
 
 def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
-    rollouts = _rollouts(toml)
-    rollouts._prompts = prompts_of(toml, "train.steps=9")
-    questions = [question for number in range(9) for question in rollouts._questions(number)]
+    prompts = prompts_of(toml, "train.steps=9")
+    rollouts = _rollouts(toml, prompts=prompts)
+    questions = [question for number in range(9) for question in rollouts.state._questions(number)]
     asked: list[Any] = []
 
     def note(held_out: Sequence[Any], _: int) -> None:
         asked.extend(held_out)
         raise _EnoughError
 
-    rollouts._generation.respond = note  # pyright: ignore[reportAttributeAccessIssue]
-    rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
+    rollouts.sampling.generation.respond = note  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(_EnoughError):
-        rollouts()
+        rollouts.evaluation(prompts.prompts)()
     assert (len(questions), len(asked)) == (9 * 16, 10)
     # As torch and numpy have it, a seed with zeros behind it is the same one.
     assert len({tuple(np.trim_zeros(question.seed, "b")) for question in (*questions, *asked)}) == 9 * 16 + 10
 
 
-def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path) -> None:
-    rollouts: Any = _rollouts(toml)
-    rollouts._prompts = SimpleNamespace(held_out=prompts_of(toml).prompts[:2])
-    rollouts._rewards.weights, rollouts._rewarded = np.ones(2), lambda *_, **__: np.ones((2, 2))
-    rollouts._tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-    rollouts._phase.seconds = {"generate": 5.0}
+def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = _rollouts(toml)
+    monkeypatch.setattr(rollouts.sampling.scoring, "score_all", lambda *_, **__: np.ones((2, 2)))
+    rollouts.sampling.phases.seconds = {"generate": 5.0}
 
     def respond(*_: Any) -> list[Response]:
-        rollouts._phase.seconds["generate"] = 0.1
+        rollouts.sampling.phases.seconds["generate"] = 0.1
         return [Response([1], [-1.0], is_whole=True)] * 2
 
-    rollouts._generation.respond = respond
-    assert rollouts()["eval_reward"] == 2.0
-    assert rollouts._phase.seconds.keys() == {"generate", "evaluate"}
-    assert rollouts._phase.seconds["generate"] == 5.0
+    monkeypatch.setattr(rollouts.sampling.generation, "respond", respond)
+    assert rollouts.evaluation(prompts_of(toml).prompts[:2])()["eval_reward"] == 2.0
+    assert rollouts.sampling.phases.seconds.keys() == {"generate", "evaluate"}
+    assert rollouts.sampling.phases.seconds["generate"] == 5.0
 
 
 def test_packs_have_nearly_equal_tokens() -> None:

@@ -12,10 +12,11 @@ import pytest
 
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import generation
-from fsdp2kit.rl.conversations import Question
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
+from fsdp2kit.rl import parts
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.parts import my_groups
+from fsdp2kit.rl.prompts import Question
+from fsdp2kit.rl.rounds_ahead import RoundsAhead
 
 
 class _Phases:
@@ -121,9 +122,9 @@ def test_what_goes_wrong_is_raised_by_the_next_wait(fault: str, error: Exception
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]), (6, [[0, 1], [2, 3]])])
 def test_groups_stay_whole(ranks: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "world_size", lambda: ranks)
+    monkeypatch.setattr(parts, "world_size", lambda: ranks)
     for rank, mine in enumerate(expected):
-        monkeypatch.setattr(generation, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(parts, "rank", lambda rank=rank: rank)
         assert my_groups(range(10), 2) == mine
-    monkeypatch.setattr(generation, "rank", lambda: 5)
+    monkeypatch.setattr(parts, "rank", lambda: 5)
     assert my_groups(range(10), 2) == []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import server as clients
-from fsdp2kit.rl.vllm_server import VLLMServer
+from fsdp2kit.rl.engines import server as clients
+from fsdp2kit.rl.engines.vllm_server import VLLMServer
 from tests.reference import full
 from tests.rl.servers import (
     SGLangStandIn,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.rl import server as clients
-from fsdp2kit.rl.engine import Request, Response
+from fsdp2kit.rl.engines import server as clients
+from fsdp2kit.rl.engines.engine import Request, Response
 from tests.reference import full
 from tests.rl.runs import run_recipe, write_toml
 from tests.rl.servers import VLLMStandIn, ask, check_responses, check_weights, engine_of, hangs, serving, update

@@ -19,8 +19,8 @@ from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
 from fsdp2kit.parity.reference import load_plain
-from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.generation import build_engine
+from fsdp2kit.rl.engines.build import build_engine
+from fsdp2kit.rl.engines.engine import Response
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
 from tests.reference import full, slow, tiny_model

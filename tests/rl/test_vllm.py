@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.job.distributed import rank
-from fsdp2kit.rl.engine import Bucket, Request
-from fsdp2kit.rl.server_engine import ServerEngine
-from fsdp2kit.rl.vllm_server import VLLMServer
+from fsdp2kit.rl.engines.engine import Bucket, Request
+from fsdp2kit.rl.engines.server_engine import ServerEngine
+from fsdp2kit.rl.engines.vllm_server import VLLMServer
 from fsdp2kit.run import load
 from tests.rl.servers import bucket, server_of
 from tests.workers import WorkerPool

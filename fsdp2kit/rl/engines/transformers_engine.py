@@ -22,12 +22,12 @@ from fsdp2kit.job.distributed import agreement, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
-from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Request, Response, RolloutEngine
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 
 
-class TransformersEngine(Engine):
-    """Generates in padded batches with a cache, which rows leave as they end; see `Engine`.
+class TransformersEngine(RolloutEngine):
+    """Generates in padded batches with a cache, which rows leave as they end; see `RolloutEngine`.
 
     Args:
         model: materialised, in evaluation mode.
@@ -49,12 +49,15 @@ class TransformersEngine(Engine):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model: Any = model
-        self._group, self._batch_size, self._stops = group, section.batch_size, tuple(stops)
+        self._group = group
+        self._batch_size = section.batch_size
+        self._stops = tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
         self._missing = set(model.state_dict()) - set(tied_names(model))
         self._sources: dict[tuple[str, ...], list[Source]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
-        self._device, self.dtype = embedding.weight.device, embedding.weight.dtype
+        self._device = embedding.weight.device
+        self.dtype = embedding.weight.dtype
 
     def describe(self) -> str:
         size = sum(local_part(parameter).nbytes for parameter in self._model.parameters()) / 2**30
@@ -70,7 +73,8 @@ class TransformersEngine(Engine):
         through rounding.
         """
         check_awake(self._model)
-        asked, before = list(requests), 0
+        asked = list(requests)
+        before = 0
         if self._group is not None:  # they answer the requests of all of them, and each keeps its own
             by_rank = gather_objects(asked, group=self._group)
             asked = [request for part in by_rank for request in part]
@@ -115,7 +119,8 @@ class TransformersEngine(Engine):
             )
             going = sampler.drop_ended()
             new = found.sequences.shape[1] - ids.shape[1]
-            ids, mask = found.sequences[going], pad(mask, (0, new), value=1)[going]
+            ids = found.sequences[going]
+            mask = pad(mask, (0, new), value=1)[going]
             cache = self._part(found.past_key_values, going)
         return [
             self._cut(*row) for row in zip(sampler.tokens.tolist(), sampler.log_probs.tolist(), rooms, strict=True)
@@ -146,7 +151,8 @@ class TransformersEngine(Engine):
 
     def load_weights(self, bucket: Bucket) -> None:
         """Copy a bucket's tensors into the engine's model, converted like those of a Hugging Face directory."""
-        stored, targets = dict(bucket.tensors()), self._model.state_dict()
+        stored = dict(bucket.tensors())
+        targets = self._model.state_dict()
         names = tuple(stored)
         if names not in self._sources:
             self._sources[names], unknown = find_sources(self._model, names)
@@ -191,7 +197,9 @@ class _Sampler(LogitsProcessor):
         stops: Sequence[int],
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._uniform, self._temperature, self._group = uniform, temperature, group
+        self._uniform = uniform
+        self._temperature = temperature
+        self._group = group
         self._rooms = torch.tensor(rooms, device=uniform.device)
         self._stops = torch.tensor(stops, dtype=torch.long, device=uniform.device)
         self._rows = torch.arange(len(uniform), device=uniform.device)
@@ -213,7 +221,8 @@ class _Sampler(LogitsProcessor):
         if self._group is not None:  # rounding differs among ranks, and texts would then differ, too
             sent = torch.cat([tokens, tokens.new_tensor([[asked_to_stop]])])  # they leave at the same token
             dist.broadcast(sent, group_src=0, group=self._group)
-            tokens, asked_to_stop = sent[:-1], bool(sent[-1])
+            tokens = sent[:-1]
+            asked_to_stop = bool(sent[-1])
         if asked_to_stop:
             raise Stopped("rollouts")
         self.tokens[self._rows, self.steps] = tokens.squeeze(1)
@@ -225,7 +234,8 @@ class _Sampler(LogitsProcessor):
     def drop_ended(self) -> Tensor:
         """Leave out the rows that have ended; the places of the others among the rows so far."""
         going = self.goes_on.nonzero().squeeze(1)
-        self._rows, self.goes_on = self._rows[going], self.goes_on[going]
+        self._rows = self._rows[going]
+        self.goes_on = self.goes_on[going]
         return going
 
 
@@ -233,7 +243,8 @@ class _Leaves(StoppingCriteria):
     """Ends a call of `generate` once this share of its rows have ended."""
 
     def __init__(self, sampler: _Sampler, share: float) -> None:
-        self._sampler, self._share = sampler, share
+        self._sampler = sampler
+        self._share = share
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
         goes_on = self._sampler.goes_on

@@ -7,13 +7,13 @@ from typing import Any
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.checksums import Sum, checksum, is_chosen
-from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.engines.server import MEMORY_TAGS, RolloutServer
 from fsdp2kit.rl.network_transport import NetworkSender
-from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 
-class VLLMServer(Server):
-    """See `Server`; pausing clears its cache."""
+class VLLMServer(RolloutServer):
+    """See `RolloutServer`; pausing clears its cache."""
 
     kind = "vLLM"
     missing = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "fsdp2kit"}\''
@@ -38,7 +38,8 @@ class VLLMServer(Server):
             **sampling,
         }
         [choice] = self._post("v1/completions", is_long=True, **body)["choices"]
-        found, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        found = choice["token_ids"]
+        log_probs = choice["logprobs"]["token_logprobs"]
         return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
     def _open_update(self) -> None:

@@ -69,7 +69,8 @@ class VersionedWeights:
 
     def begin_update(self, version: int) -> None:
         """Weights of this version follow; the engine must not serve the old ones any more."""
-        self.version, self._coming = None, version
+        self.version = None
+        self._coming = version
 
     def load_weights(self, bucket: Bucket) -> None:
         """Take a bucket; when this returns, the bucket's memory is used again."""
@@ -79,7 +80,8 @@ class VersionedWeights:
         """All weights of this version were loaded."""
         if version != self._coming:
             raise RunFailure(f"engine: an update to version {self._coming} was begun, and one to {version} ends")
-        self.version, self._coming = version, None
+        self.version = version
+        self._coming = None
 
     def require(self, version: int) -> None:
         """Raise a RunFailure unless the engine has the weights of ``version``; call it before generating."""
@@ -105,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a response is made of that took turns with an environment (`fsdp2kit.rl.conversations`)."""
+    """What a response is made of that took turns with an environment (`fsdp2kit.rl.environments.conversations`)."""
 
     prompt: list[int]
     """Token ids of the messages that the environment began with."""
@@ -154,7 +156,7 @@ GoOn = Callable[[int, Response], Request | None]
 """Given the index of a conversation and the model's turn, what to ask next; None: the conversation is over."""
 
 
-class Engine(VersionedWeights):
+class RolloutEngine(VersionedWeights):
     """Generates responses with weights that `sync_weights` sends to it; every rank has one."""
 
     dtype: torch.dtype

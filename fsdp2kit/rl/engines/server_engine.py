@@ -14,12 +14,12 @@ import torch
 
 from fsdp2kit.console import counted, say
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, GoOn, Request, Response
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, GoOn, Request, Response, RolloutEngine
+from fsdp2kit.rl.engines.server import RolloutServer
 from fsdp2kit.rl.network_transport import in_background
-from fsdp2kit.rl.server import Server
 
 
-class ServerEngine(Engine):
+class ServerEngine(RolloutEngine):
     """Generates on servers. Every rank asks for its own responses; rank 0 sends the weights.
 
     A server that fails is left out, and the others get its requests. It takes part again once it has taken the
@@ -33,14 +33,20 @@ class ServerEngine(Engine):
 
     takes_parts = False  # servers load a fused layer once all its pieces have come
 
-    def __init__(self, servers: Sequence[Server], *, dtype: torch.dtype, stops: Sequence[int], at_once: int) -> None:
-        self.dtype, self._stops, self._at_once = dtype, tuple(stops), at_once
-        self._present, self._back = list(servers), list[Server]()
-        self._lost: dict[Server, int] = {}
+    def __init__(
+        self, servers: Sequence[RolloutServer], *, dtype: torch.dtype, stops: Sequence[int], at_once: int
+    ) -> None:
+        self.dtype = dtype
+        self._stops = tuple(stops)
+        self._at_once = at_once
+        self._present = list(servers)
+        self._back: list[RolloutServer] = []
+        self._lost: dict[RolloutServer, int] = {}
         """Those left out, each with the number of updates that pass before it is tried again."""
         self._waits = dict.fromkeys(servers, 0)
         """That number for its next failure: 0, and about twice as many after each failure as it comes back."""
-        self._under_way, self._homes = dict.fromkeys(servers, 0), dict[tuple[int, ...], Server]()
+        self._under_way = dict.fromkeys(servers, 0)
+        self._homes: dict[tuple[int, ...], RolloutServer] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> str:
@@ -56,7 +62,7 @@ class ServerEngine(Engine):
     def converse(
         self, requests: Sequence[Request], go_on: GoOn, *, max_new_tokens: int, temperature: float, at_once: int
     ) -> None:
-        """See `Engine.converse`; here no conversation waits for another's turn, and ``at_once`` counts for a server.
+        """See `RolloutEngine.converse`; here no conversation waits for another's turn, and ``at_once`` is a server's.
 
         A conversation stays with the server that has it in its cache, as do responses to the same prompt.
         """
@@ -67,7 +73,7 @@ class ServerEngine(Engine):
         self._homes.clear()
 
         def hold(at: int, request: Request | None) -> None:
-            server: Server | None = None
+            server: RolloutServer | None = None
             try:
                 while request is not None and not failed.is_set():
                     most = min(request.room or max_new_tokens, max_new_tokens)
@@ -77,12 +83,14 @@ class ServerEngine(Engine):
                 failed.set()  # the others need not go on
                 raise
 
-        self._on_each(Server.check_version)
+        self._on_each(RolloutServer.check_version)
         with ThreadPoolExecutor(at_once * len(self._present)) as pool:
             for held in [pool.submit(hold, at, request) for at, request in enumerate(requests)]:
                 held.result()
 
-    def _respond(self, request: Request, server: Server | None, **options: Any) -> tuple[Server, Response]:
+    def _respond(
+        self, request: Request, server: RolloutServer | None, **options: Any
+    ) -> tuple[RolloutServer, Response]:
         """A response, and which server gave it: ``server`` if it still takes part, else one that `_choose` gives."""
         seed = int(np.random.PCG64(request.seed).random_raw() >> 33)
         while True:
@@ -98,7 +106,7 @@ class ServerEngine(Engine):
                 with self._lock:
                     self._under_way[server] -= 1
 
-    def _choose(self, prompt: tuple[int, ...]) -> Server:
+    def _choose(self, prompt: tuple[int, ...]) -> RolloutServer:
         """The server that was asked the same prompt; if it has ``at_once`` under way, the one with the fewest."""
         home = self._homes.get(prompt)
         if home not in self._present or self._under_way[home] >= self._at_once:
@@ -113,7 +121,7 @@ class ServerEngine(Engine):
         for server in self._back:
             del self._lost[server]
 
-        def begin(server: Server) -> None:
+        def begin(server: RolloutServer) -> None:
             if server in self._back:  # with `rollout.sleep` it was not woken with the others
                 server.wake("weights")
             server.begin_update(version)
@@ -130,9 +138,9 @@ class ServerEngine(Engine):
         say(*(f"rollouts: {server} takes part again" for server in self._back if server in self._present))
 
     def sleep(self) -> None:
-        """See `Engine.sleep`; the weights are lost, and the next update sends all of them."""
+        """See `RolloutEngine.sleep`; the weights are lost, and the next update sends all of them."""
         self.version = None
-        self._on_each(Server.sleep)
+        self._on_each(RolloutServer.sleep)
         for server in self._lost:  # it may have memory of a device that the trainer needs
             with suppress(RunFailure):
                 if server.answers():
@@ -141,10 +149,10 @@ class ServerEngine(Engine):
     def wake(self, what: EngineMemory) -> None:
         self._on_each(lambda server: server.wake(what))
 
-    def _on_each(self, work: Callable[[Server], object]) -> None:
+    def _on_each(self, work: Callable[[RolloutServer], object]) -> None:
         """Have all servers that take part do something at the same time, and leave out those that fail."""
 
-        def attempt(server: Server) -> RunFailure | None:
+        def attempt(server: RolloutServer) -> RunFailure | None:
             try:
                 work(server)
             except RunFailure as error:
@@ -158,7 +166,7 @@ class ServerEngine(Engine):
             if error is not None:
                 self._leave_out(server, error)
 
-    def _leave_out(self, server: Server, error: RunFailure) -> None:
+    def _leave_out(self, server: RolloutServer, error: RunFailure) -> None:
         """Ask a server nothing more until it has taken weights again; raise ``error`` if no other one is left."""
         with self._lock:
             if server not in self._present:  # another thread was first

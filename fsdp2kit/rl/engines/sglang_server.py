@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.engines.server import MEMORY_TAGS, RolloutServer
 from fsdp2kit.rl.network_transport import NetworkSender, Place, in_background
-from fsdp2kit.rl.server import MEMORY_TAGS, Server
 
 _ASLEEP = " without "
 _STRATEGY = threading.Lock()  # the process has one strategy, and several servers are sent to at the same time
 _METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
-class SGLangServer(Server):
-    """See `Server`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
+class SGLangServer(RolloutServer):
+    """See `RolloutServer`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
 
     kind = "SGLang"
     missing = "it is too old, or no server of SGLang (`fsdp2kit docs grpo`)"
@@ -34,10 +34,12 @@ class SGLangServer(Server):
 
     def _served_model(self) -> str:
         info = self._info("server_info")
-        self._tp, self._on_cuda = int(info["tp_size"]), info.get("device", "cuda") == "cuda"
+        self._tp = int(info["tp_size"])
+        self._on_cuda = info.get("device", "cuda") == "cuda"
         for size in ("dp_size", "pp_size"):
             if info.get(size, 1) != 1:
-                server, todo = f"the {self}", f"start it with {size} 1; tp_size may be any"
+                server = f"the {self}"
+                todo = f"start it with {size} 1; tp_size may be any"
                 what = f"{server} has {size} {info[size]}, and not every copy would get the weights"
                 raise UserError("rollout.url", what, todo)
         label = self._served_version() if self._is_main else ""
@@ -83,7 +85,8 @@ class SGLangServer(Server):
         )
 
     def _destroy_group(self) -> None:
-        name, self._group = self._group, ""
+        name = self._group
+        self._group = ""
         self._post("destroy_weights_update_group", group_name=name)
 
     def _open_update(self) -> None:

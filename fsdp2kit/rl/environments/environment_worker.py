@@ -1,4 +1,4 @@
-"""A process that holds conversations' environments: python -m fsdp2kit.rl.environment_worker FD CLASS
+"""A process that holds conversations' environments: python -m fsdp2kit.rl.environments.environment_worker FD CLASS
 
 FD is a connection's file descriptor, CLASS is ``module:name`` or ``path.py:name``. The first message, ``(ok, text)``,
 says whether the class was imported. Then each request ``(call, kind, number, argument)`` gets an answer
@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fsdp2kit.rl.reward_worker import describe, end_with_parent, load_function
+from fsdp2kit.rl.rewards.reward_worker import describe, end_with_parent, load_function
 
 _THREADS = 256  # of methods that wait for something; a rank asks for `rollout.batch_size` at once
 
 
-class Host:
+class EnvironmentHost:
     """The environments of one rank's conversations.
 
     Args:
@@ -31,14 +31,16 @@ class Host:
     """
 
     def __init__(self, make: Callable[[], Any], connection: Connection) -> None:
-        self._make, self._connection = make, connection
+        self._make = make
+        self._connection = connection
         self._environments: dict[int, Any] = {}
         self._threads = ThreadPoolExecutor(_THREADS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Answer requests until the trainer has ended."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
 
         def receive() -> None:
             try:
@@ -120,7 +122,8 @@ def check_class(made: Any) -> None:
 
 def main() -> None:
     end_with_parent()
-    connection, text = Connection(int(sys.argv[1])), sys.argv[2]
+    connection = Connection(int(sys.argv[1]))
+    text = sys.argv[2]
     try:
         made = load_function(text)
         check_class(made)
@@ -128,7 +131,7 @@ def main() -> None:
     except BaseException as error:  # a module may call sys.exit
         connection.send((False, describe(error)))
         return
-    asyncio.run(Host(made, connection).serve())
+    asyncio.run(EnvironmentHost(made, connection).serve())
 
 
 if __name__ == "__main__":

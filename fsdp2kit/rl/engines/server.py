@@ -20,7 +20,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.job import stop
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
+from fsdp2kit.rl.engines.engine import EngineMemory, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
 
 _RETRIES = 6
@@ -28,13 +28,14 @@ _RETRIES = 6
 _QUICKLY = 5.0
 """Seconds that a server which was lost has to answer."""
 # Shares of `run.timeout_minutes`, the limit of a collective, in which the other ranks wait meanwhile.
-_USUAL, _LONG = 0.3, 0.6
+_USUAL = 0.3
+_LONG = 0.6
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 """The servers' names for each kind of memory."""
 
 
-class Server(VersionedWeights):
+class RolloutServer(VersionedWeights):
     """One server. Every rank asks it for responses; rank 0 alone sends the weights and wakes it.
 
     Args:
@@ -68,15 +69,21 @@ class Server(VersionedWeights):
         timeout: float,
         weight_sync: WeightSyncConfig,
     ) -> None:
-        self._url, self._sleeps = url.rstrip("/"), section.sleep
+        self._url = url.rstrip("/")
+        self._sleeps = section.sleep
         self._shown = without_secrets(self._url)
-        self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
+        self._run = run
+        self._is_main = is_main
+        self._stops = tuple(stops)
+        self._timeout = timeout
         self._patience = _USUAL * timeout
-        self._sockets, self._lock = set[socket.socket](), threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
         stop.when_asked(self._break_off)
         try:
             self._client = self._connect(self._patience, retries=_RETRIES)
-            self._host, self._verifies = self._client.base_url.host, weight_sync.verify
+            self._host = self._client.base_url.host
+            self._verifies = weight_sync.verify
             way = weight_sync.transport
             self._by_network = is_main and (not is_here(self._host) if way == "auto" else way == "network")
             with self._understood():
@@ -192,13 +199,13 @@ class Server(VersionedWeights):
         super().finish_update(version)
 
     def sleep(self) -> None:
-        """See `Engine.sleep`; its weights are lost, and the next update sends all of them."""
+        """See `RolloutEngine.sleep`; its weights are lost, and the next update sends all of them."""
         self.version = None
         if self._is_main:
             self._release()
 
     def wake(self, what: EngineMemory) -> None:
-        """See `Engine.wake`."""
+        """See `RolloutEngine.wake`."""
         if self._is_main:
             self._take(what)
 
@@ -219,7 +226,8 @@ class Server(VersionedWeights):
             raise
 
     def _leave(self) -> None:
-        sender, self._sender = self._sender, None
+        sender = self._sender
+        self._sender = None
         if sender is not None:
             sender.close()
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.config.rl_schema import RewardConfig, RLConfig
+from fsdp2kit.data.checks import ROWS_CHECKED
+from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import Content
+from fsdp2kit.data.rows import first_rows
+from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
-from fsdp2kit.rl.reward_code import code_digests, content_of_code, option_digests
-from fsdp2kit.rl.reward_worker import excerpt
-from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
+from fsdp2kit.rl.engines.engine import Response
+from fsdp2kit.rl.rewards.reward_worker import excerpt
+from fsdp2kit.rl.user_code import IMPORT_SECONDS, UserProcess, content_of_code
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
 
@@ -41,7 +48,8 @@ class Rewards(ExitStack):
         """Each function's weight in the sum, float64."""
         self.contents: dict[str, Content] = {}
         """Each function's source and options, by its name in messages."""
-        self._columns, self._workers = columns, list[_Worker]()
+        self._columns = columns
+        self._workers: list[_Worker] = []
         with agreement(), ExitStack() as started:
             if twice := next((name for name in self.names if self.names.count(name) > 1), None):
                 raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
@@ -80,7 +88,8 @@ class _Worker:
     """The process of one function."""
 
     def __init__(self, number: int, section: RewardConfig, columns: Collection[str]) -> None:
-        self._section, self._number = section, number
+        self._section = section
+        self._number = number
         self._process = UserProcess([str(_WORKER)], section.function)
         self._connection = self._process.connection
         self.send((list(columns), section.options))
@@ -132,3 +141,67 @@ class _Worker:
 
     def _fault(self, what: str, todo: str, *, key: str = "function") -> UserError:
         return UserError(f"reward.{self._number}.{key}: {self._section.function}", what, todo)
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
+    """The keywords that reward functions are called with, for prompts of these rows."""
+    own = {name for row in rows for name in row if name != "prompt"}
+    return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
+
+
+def check_rewards(config: RLConfig, *, missing: Collection[str]) -> dict[str, str | None]:
+    """Import the reward functions, each in a process, and look whether they take the columns of the first rows.
+
+    Args:
+        missing: TOML keys of data that are not on this machine.
+
+    Returns:
+        As `Section.offline`.
+
+    Raises:
+        UserError: a function cannot be imported, or not be called with the columns.
+    """
+    if not config.reward:
+        return {}
+    columns = ()
+    if config.data.path is not None and "data.path" not in missing:
+        columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
+    with Rewards(config.reward, columns=columns) as rewards:
+        return {"reward": f"reward functions: {', '.join(rewards.names)}, imported"}
+
+
+def arguments_of(
+    prompts: Sequence[Prompt], responses: Sequence[Response], texts: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The keyword arguments of reward functions: lists with one item for each response.
+
+    Args:
+        prompts: the prompt of each response.
+        texts: the responses' texts.
+    """
+    columns = {name for prompt in prompts for name in prompt.row}
+    exchanges = list(itertools.starmap(_exchange, zip(prompts, responses, texts, strict=True)))
+    return {
+        **{name: [prompt.row.get(name) for prompt in prompts] for name in columns - {"prompt"}},
+        "prompts": [asked for asked, _ in exchanges],
+        "completions": [said for _, said in exchanges],
+        "completion_ids": [response.ids for response in responses],
+        "truncated": [not response.is_whole for response in responses],
+    }
+
+
+def _exchange(prompt: Prompt, response: Response, text: str) -> tuple[Any, Any]:
+    """What was asked and what was said, both as texts or both as messages."""
+    if response.conversation is not None:
+        return response.conversation.asked, response.conversation.said
+    is_text = isinstance(prompt.messages, str)
+    return prompt.messages, text if is_text else [{"role": "assistant", "content": text}]
+
+
+def option_digests(options: Mapping[str, Any]) -> dict[str, str]:
+    """Digest of each option, by its name in messages; for a path, ``…_file``, that of the file's content."""
+    found = {}
+    for name, value in options.items():
+        content = Path(value).read_bytes() if name.endswith("_file") else json.dumps(value, sort_keys=True).encode()
+        found[f"option {name}"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return found

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Chat, check_messages, check_tools
+from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import Content
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.special import SpecialTokens, special_tokens
@@ -27,25 +28,18 @@ from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
-from fsdp2kit.rl.engine import Conversation, Engine, Request, Response
-from fsdp2kit.rl.environments import Environments
-from fsdp2kit.rl.reward_code import code_digests, content_of_code
+from fsdp2kit.rl.engines.engine import Conversation, Request, Response, RolloutEngine
+from fsdp2kit.rl.environments.environments import Environments
+from fsdp2kit.rl.prompts import Question
+from fsdp2kit.rl.user_code import content_of_code
 
 _KEY = "rollout.environment"
 # Stand for the model's turns where the template is asked what it writes between them.
-_THOUGHT, _ANSWER = "fsdp2kit.thought", "fsdp2kit.answer"
+_THOUGHT = "fsdp2kit.thought"
+_ANSWER = "fsdp2kit.answer"
 _NUMBERS_OF_SEED = 5  # at most, of a question; a turn's own number follows
 
 Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a response is asked for."""
-
-    prompt: Prompt
-    seed: tuple[int, ...]
-    """With the prompt and the weights, it decides what is sampled."""
 
 
 @dataclass
@@ -95,9 +89,10 @@ class Conversations(ExitStack):
             UserError: the environment cannot be imported, or the tokenizer has no chat template.
         """
         super().__init__()
-        self._section, self._seq_len, self._tokenizer = config.rollout, config.data.seq_len, tokenizer
-        self.lock = threading.Lock()
-        """Held while the tokenizer works: it is not made for several threads."""
+        self._section = config.rollout
+        self._seq_len = config.data.seq_len
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # held while the tokenizer works: it is not made for several threads
         self._environments: Any = None
         self.contents: dict[str, Content] = {}
         """The source of the environment, by its key."""
@@ -113,7 +108,12 @@ class Conversations(ExitStack):
             content = content_of_code(environment, code_digests(environment), otherwise="another environment")
         self.contents[_KEY] = gather_objects(content)[0]  # rank 0's, as for rewards
 
-    def respond(self, questions: Sequence[Question], engine: Engine) -> list[Response]:
+    @property
+    def has_environment(self) -> bool:
+        """Whether responses take turns with an environment, and it rewards them."""
+        return self._environments is not None
+
+    def respond(self, questions: Sequence[Question], engine: RolloutEngine) -> list[Response]:
         """A response to each question. Collective among the ranks whose engines generate together.
 
         Raises:
@@ -134,14 +134,16 @@ class Conversations(ExitStack):
 
     def begin(self, question: Question) -> _Talk:
         """A conversation as its environment begins it."""
-        number, row = self._environments.open(), question.prompt.row
+        number = self._environments.open()
+        row = question.prompt.row
         messages, tools = self._environments.reset(number, row)
-        where, variables = f"{self._where}: reset", row.get("chat_template_kwargs") or {}
+        where = f"{self._where}: reset"
+        variables = row.get("chat_template_kwargs") or {}
         if not isinstance(variables, Mapping):
             raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
         chat = {"tools": check_tools(tools, where), "variables": variables, "where": where}
         asked = check_messages(messages, where, name="its messages")
-        with self.lock:
+        with self._lock:
             begun = self._chat(asked, chat)
             text = begun.text(prompt=True)
         prompt = self._encode(text, begun)
@@ -162,7 +164,8 @@ class Conversations(ExitStack):
         if turn.is_whole:
             found = self._environments.step(talk.number, [*talk.asked, *talk.said])
             if isinstance(found, float):
-                talk.reward, talk.is_whole = found, True
+                talk.reward = found
+                talk.is_whole = True
             elif talk.turns < self._section.max_turns:
                 messages = check_messages(found, f"{self._where}: step", name="its messages")
                 between = self._between(talk, messages, stopped_at=turn.ids[-1])
@@ -173,9 +176,14 @@ class Conversations(ExitStack):
         self._environments.close(talk.number)
         return None
 
+    def text(self, response: Response) -> str:
+        """A response's text, without special tokens."""
+        with self._lock:
+            return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
+
     def _turn_text(self, turn: Response) -> str:
         """What the model wrote, without the token that ends its turn."""
-        with self.lock:
+        with self._lock:
             return str(self._tokenizer.decode(turn.ids[: -1 if turn.is_whole else None]))
 
     def _between(self, talk: _Talk, messages: Messages, *, stopped_at: int) -> list[int]:
@@ -190,7 +198,7 @@ class Conversations(ExitStack):
         thinks = talk.thinks or any("</think>" in one["content"] for one in talk.said if one["role"] == "assistant")
         turn = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}" if thinks else _ANSWER
         said = [{**one, "content": turn} if one["role"] == "assistant" else one for one in talk.said]
-        with self.lock:
+        with self._lock:
             before = self._chat([*talk.asked, *said[:-1]], talk.chat).text(prompt=True)
             ended = self._chat([*talk.asked, *said], talk.chat).text().rstrip().endswith(_ANSWER)
             going_on = self._chat([*talk.asked, *said, *messages], talk.chat)
@@ -214,7 +222,7 @@ class Conversations(ExitStack):
 
     def _encode(self, text: str, chat: Chat) -> list[int]:
         """The token ids of a part of a chat's text."""
-        with self.lock:
+        with self._lock:
             return encode_text(text, chat, self._tokenizer, self._special)
 
 

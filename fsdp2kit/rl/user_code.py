@@ -1,20 +1,24 @@
-"""A process that runs the user's code: a reward function, or environments.
+"""The user's code, a reward function or environments: the process that runs it, and what identifies it.
 
-It can be killed if that code hangs. It does not import the trainer's modules, as multiprocessing's children would.
+The process can be killed if that code hangs. It does not import the trainer's modules, as multiprocessing's children
+would.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+from fsdp2kit.data.contents import Content
 from fsdp2kit.job import stop
 
 IMPORT_SECONDS = 120.0
@@ -42,17 +46,8 @@ class UserProcess:
         theirs.close()
 
     def has_answer(self, seconds: float) -> bool:
-        """Wait for a message; whether one came in time.
-
-        Raises:
-            Stopped: the run is asked to stop, and none has come.
-        """
-        deadline = time.monotonic() + seconds
-        while not self.connection.poll(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-            stop.check()
-            if time.monotonic() >= deadline:
-                return False
-        return True
+        """Wait for a message; whether one came in time. Raises `Stopped` as `comes_in_time` does."""
+        return comes_in_time(self.connection.poll, seconds)
 
     def exit_code(self, seconds: float = 10.0) -> int | None:
         """Wait for its end; None if it does not end in time."""
@@ -65,3 +60,33 @@ class UserProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def comes_in_time(wait: Callable[[float], bool], seconds: float) -> bool:
+    """Wait for something in short slices, so that a request to stop is noticed; whether it came in time.
+
+    Args:
+        wait: waits for it for so many seconds at most, and returns whether it is there.
+
+    Raises:
+        Stopped: the run is asked to stop, and it has not come.
+    """
+    deadline = time.monotonic() + seconds
+    while not wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        stop.check()
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def content_of_code(function: str, files: Mapping[str, str], *, otherwise: str) -> Content:
+    """What identifies the user's code.
+
+    Args:
+        function: ``path.py:name`` or ``module:name``; only the last part of a path counts.
+        files: digests of its source files, and of its options.
+        otherwise: as `Content` has it.
+    """
+    where, _, name = function.rpartition(":")
+    digest = hashlib.blake2b(repr([f"{Path(where).name}:{name}", files]).encode(), digest_size=8).hexdigest()
+    return Content(digest, files=files, otherwise=otherwise)

@@ -6,7 +6,6 @@ import itertools
 import json
 import pickle
 import threading
-import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
@@ -14,11 +13,8 @@ from typing import Any
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import stop
-from fsdp2kit.rl.reward_worker import shortened
-from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
-
-_LOOK_SECONDS = 0.25
+from fsdp2kit.rl.rewards.reward_worker import shortened
+from fsdp2kit.rl.user_code import IMPORT_SECONDS, UserProcess, comes_in_time
 
 
 class Environments:
@@ -33,16 +29,21 @@ class Environments:
 
     def __init__(self, section: RolloutConfig) -> None:
         assert section.environment is not None, "asked for by rollout.environment"
-        self._seconds, self._where = section.environment_seconds, f"rollout.environment: {section.environment}"
-        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._seconds = section.environment_seconds
+        self._where = f"rollout.environment: {section.environment}"
+        self._numbers = itertools.count()
+        self._calls = itertools.count()
         self._waiting: dict[int, Future[tuple[bool, Any]]] = {}
-        self._lock, self._cause, self._is_late = threading.Lock(), "", False
-        self._process = UserProcess(["-m", "fsdp2kit.rl.environment_worker"], section.environment)
+        self._lock = threading.Lock()
+        self._cause = ""
+        self._is_late = False
+        self._process = UserProcess(["-m", "fsdp2kit.rl.environments.environment_worker"], section.environment)
         self._connection = self._process.connection
         try:
             is_good, text = self._connection.recv() if self._process.has_answer(IMPORT_SECONDS) else (False, "hangs")
         except (EOFError, OSError):
-            is_good, text = False, f"its process ended with exit code {self._process.exit_code()}"
+            is_good = False
+            text = f"its process ended with exit code {self._process.exit_code()}"
         if not is_good:
             self._process.kill()
             raise UserError(self._where, text, "mend the class, or its name")
@@ -93,15 +94,15 @@ class Environments:
             else:
                 self._waiting[call] = answer
                 self._requests.put(request)
-        deadline = time.monotonic() + self._seconds
-        while not wait([answer], timeout=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
-            stop.check()
-            if time.monotonic() >= deadline:
-                break
-        if answer.done():
+
+        def wait_for_answer(seconds: float) -> bool:
+            return bool(wait([answer], timeout=seconds).done)
+
+        if comes_in_time(wait_for_answer, self._seconds) or answer.done():
             is_good, value = answer.result()
         else:
-            is_good, value = False, f"did not answer within {self._seconds:g} s"
+            is_good = False
+            value = f"did not answer within {self._seconds:g} s"
             with self._lock:
                 self._cause = self._cause or f"its process was ended, because {kind} {value}"
                 self._is_late = True

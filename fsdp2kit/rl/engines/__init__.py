@@ -1,0 +1,1 @@
+"""Rollout engines: the embedded one, and servers of vLLM and SGLang."""

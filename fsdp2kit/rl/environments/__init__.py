@@ -1,0 +1,1 @@
+"""Environments of the user's, and the model's conversations with them."""

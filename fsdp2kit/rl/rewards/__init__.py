@@ -1,0 +1,1 @@
+"""Reward functions of the user's, each in a process of its own."""
