@@ -1,7 +1,7 @@
 """README and docs are true: snippets run, TOMLs load, links, anchors and paths lead somewhere.
 
-In the README, docs/start.md and docs/runs.md `python` and `bash` fences run, in order, in one folder; `sh` ones install
-things or need a GPU. The README's model and data are stood in for by a tiny model and the demo's conversations.
+In the README, docs/start.md and docs/runs.md `python` and `bash` fences run, in order, in one folder; `sh` ones
+install things or need a GPU. A tiny model and the demo's conversations stand in for the README's model and data.
 """
 
 from __future__ import annotations
@@ -127,7 +127,16 @@ def test_the_pages_name_what_is_there() -> None:
     assert tomls == {path.stem for path in (ROOT / "toml").glob("*.toml")}
     named = re.findall(r"\b(\w+(?:/\w+)+\.py)\b", ARCHITECTURE)
     assert len(named) > 30
-    assert [name for name in named if not any((folder / name).is_file() for folder in (ROOT, ROOT / "fsdp2kit"))] == []
+    files = {
+        name: folder / name for name in named for folder in (ROOT, ROOT / "fsdp2kit") if (folder / name).is_file()
+    }
+    assert [name for name in named if name not in files] == []
+    # A function, a method or a class: "`Checkpoints.save` in `checkpoint/checkpoints.py`".
+    placed = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", ARCHITECTURE)
+    assert len(placed) > 8
+    for name, file in placed:
+        defined = re.compile(rf"^\s*(?:def|class) {name.rpartition('.')[2]}\b", re.MULTILINE)
+        assert defined.search(files[file].read_text(encoding="utf-8")), f"{name} in {file}"
 
 
 def test_the_models_page_lists_the_architectures_of_the_tests() -> None:
