@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
-START, RUNS, MODELS = (
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("start.md", "runs.md", "models.md")
+START, RUNS, MODELS, ARCHITECTURE = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("start.md", "runs.md", "models.md", "dev/architecture.md")
 )
 [README_TOML] = [code for language, code in FENCE.findall(README) if language == "toml"]
 SNIPPETS = [
@@ -124,6 +125,20 @@ def test_the_start_page_lists_the_tomls() -> None:
     listed = re.findall(r"^\| `.*?(?= \| )", START.split("| TOML |")[1], re.MULTILINE)
     tomls = {name for cell in listed for name in re.findall(r"`(\w+)`", cell)}
     assert tomls == {path.stem for path in (ROOT / "toml").glob("*.toml")}
+
+
+def test_architecture_names_what_is_there() -> None:
+    named = re.findall(r"\b(\w+(?:/\w+)+\.(?:py|toml))\b", ARCHITECTURE)
+    assert len(named) > 100
+    files = {name: folder / name for name in named for folder in (ROOT, ROOT / "fsdp2kit") if (folder / name).exists()}
+    assert sorted(set(named) - files.keys()) == []
+    # "`Checkpoints.save` in `checkpoint/checkpoints.py`": a function, a class, a method or a constant.
+    placed = re.findall(r"`([\w.]+)`(?: and `([\w.]+)`)? in `([\w/]+\.py)`", ARCHITECTURE)
+    assert len(placed) > 40
+    for *names, file in placed:
+        for name in filter(None, names):
+            defined = re.compile(rf"^\s*(?:(?:def|class) )?{name.rpartition('.')[2]}\b(?:[(:]| =|\[)", re.MULTILINE)
+            assert defined.search(files[file].read_text(encoding="utf-8")), f"{name} in {file}"
 
 
 def test_the_models_page_lists_the_architectures_of_the_tests() -> None:
