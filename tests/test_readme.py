@@ -1,6 +1,7 @@
 """README and docs are true: snippets run, TOMLs load, links, anchors and paths lead somewhere.
 
-In the README `python` and `bash` fences run, in order, in one folder; `sh` ones install things or need a GPU.
+In the README, docs/start.md and docs/runs.md `python` and `bash` fences run, in order, in one folder; `sh` ones
+install things or need a GPU. A tiny model and the demo's conversations stand in for the README's model and data.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -24,28 +26,37 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
 from tests.model.test_weights import UNUSUAL
 from tests.parallel.test_sinks_and_chunks import KINDS
-from tests.reference import EVEN, MIXTURES, RECURRENT, TINY, tiny_model
+from tests.reference import EVEN, MIXTURES, RECURRENT, TINY, demo_model_dir, tiny_model
 from tests.workers import FORKS, ending, run_command, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
-
-
-SNIPPETS = [(language, code) for language, code in FENCE.findall(README) if language in ("python", "bash")]
+START, RUNS, MODELS, ARCHITECTURE = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("start.md", "runs.md", "models.md", "dev/architecture.md")
+)
+[README_TOML] = [code for language, code in FENCE.findall(README) if language == "toml"]
+SNIPPETS = [
+    (language, code) for language, code in FENCE.findall(README + START + RUNS) if language in ("python", "bash")
+]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What is beside the README."""
+    """What is beside the README, and what its TOML names."""
     for name in ("toml", "tools", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "first.toml").write_text(README_TOML, encoding="utf-8")
+    shutil.copy(ROOT / "toml" / "demo" / "heldout.jsonl", tmp_path / "chats.jsonl")
+    demo_model_dir(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct", dtype=torch.float32)
     return tmp_path
 
 
 def _be_snippet(code: str, folder: Path, log: Path) -> None:
     os.chdir(folder)
+    sys.argv = ["loop.py"]
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     warnings.simplefilter("error")
@@ -105,22 +116,33 @@ def test_the_readme_runs(folder: Path) -> None:
 
 
 def test_the_readmes_toml_loads(tmp_path: Path) -> None:
-    [text] = [code for language, code in FENCE.findall(README) if language == "toml"]
-    (tmp_path / "x.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "x.toml").write_text(README_TOML, encoding="utf-8")
     _, config = load(str(tmp_path / "x.toml"), ["mesh.cp=2"])
     check_config(config, world_size=8, local_world_size=8)
 
 
-def test_the_readme_names_what_is_there() -> None:
-    for name in re.findall(r"`(\w+)`(?=[^|\n]*\|)", README.split("| TOML |")[1].split("\n\n")[0]):
-        assert (ROOT / "toml" / f"{name}.toml").is_file(), name
-    named = re.findall(r"\b(\w+(?:/\w+)+\.py)\b", README.split("## How it works")[1])
-    assert len(named) > 30
-    assert [name for name in named if not any((folder / name).is_file() for folder in (ROOT, ROOT / "fsdp2kit"))] == []
+def test_the_start_page_lists_the_tomls() -> None:
+    listed = re.findall(r"^\| `.*?(?= \| )", START.split("| TOML |")[1], re.MULTILINE)
+    tomls = {name for cell in listed for name in re.findall(r"`(\w+)`", cell)}
+    assert tomls == {path.stem for path in (ROOT / "toml").glob("*.toml")}
 
 
-def test_the_readme_lists_the_architectures_of_the_tests() -> None:
-    text = README.split("## Models")[1].split("\n## ")[0]
+def test_architecture_names_what_is_there() -> None:
+    named = re.findall(r"\b(\w+(?:/\w+)+\.(?:py|toml))\b", ARCHITECTURE)
+    assert len(named) > 100
+    files = {name: folder / name for name in named for folder in (ROOT, ROOT / "fsdp2kit") if (folder / name).exists()}
+    assert sorted(set(named) - files.keys()) == []
+    # "`Checkpoints.save` in `checkpoint/checkpoints.py`": a function, a class, a method or a constant.
+    placed = re.findall(r"`([\w.]+)`(?: and `([\w.]+)`)? in `([\w/]+\.py)`", ARCHITECTURE)
+    assert len(placed) > 40
+    for *names, file in placed:
+        for name in filter(None, names):
+            defined = re.compile(rf"^\s*(?:(?:def|class) )?{name.rpartition('.')[2]}\b(?:[(:]| =|\[)", re.MULTILINE)
+            assert defined.search(files[file].read_text(encoding="utf-8")), f"{name} in {file}"
+
+
+def test_the_models_page_lists_the_architectures_of_the_tests() -> None:
+    text = MODELS.split("## Compared with plain transformers")[1].split("\n## ")[0]
     held = text.split("Heads and random")[0]
     kinds = {**TINY, **RECURRENT, **{kind: {**EVEN, **MIXTURES}[kind] for kind in KINDS}}
     assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in kinds.values()}
@@ -130,7 +152,8 @@ def test_the_readme_lists_the_architectures_of_the_tests() -> None:
 def test_the_objectives_of_the_recipes_page_compute_what_it_says() -> None:
     names: dict[str, Any] = {}
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    exec("\n".join(code for language, code in FENCE.findall(text) if language == "python"), names)
+    code = "\n".join(code for language, code in FENCE.findall(text) if language == "python")
+    exec(compile(code, "recipes.md", "exec", dont_inherit=True), names)
 
     model, ids = tiny_model("qwen3"), torch.arange(12).reshape(1, 12) % 5
     labels = torch.where(torch.arange(12) % 3 == 0, -100, ids.roll(-1))
