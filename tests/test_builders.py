@@ -38,7 +38,6 @@ from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -49,6 +48,8 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"

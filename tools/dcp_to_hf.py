@@ -15,8 +15,8 @@ from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.command_line import in_one_line
 from fsdp2kit.console import show
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import CONFIG_NAME
 from fsdp2kit.model.code_files import code_files
+from fsdp2kit.weights.adapters import CONFIG_NAME
 
 
 @in_one_line

@@ -19,8 +19,8 @@ from fsdp2kit.command_line import in_one_line, positive, user_path
 from fsdp2kit.console import show
 from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
-from fsdp2kit.model.adapters import CONFIG_NAME
 from fsdp2kit.model.text_part import load_whole
+from fsdp2kit.weights.adapters import CONFIG_NAME
 
 
 @in_one_line

@@ -18,14 +18,13 @@ from fsdp2kit.checkpoint.staging import RECORD
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import read_json_object
-from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
+from fsdp2kit.model.adapters import inject, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.expert_adapters import merge_experts
-from fsdp2kit.model.experts import UP, find_experts
-from fsdp2kit.model.names import ADAPTER, base_name
-from fsdp2kit.model.weights import StoredTensor
 from fsdp2kit.redaction import without_secrets
+from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, base_name, merge_experts, merged_weight
+from fsdp2kit.weights.experts import UP, find_experts
+from fsdp2kit.weights.load import StoredTensor
 
 
 def holds_adapter(config_dir: Path) -> bool:

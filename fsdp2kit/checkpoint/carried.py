@@ -16,11 +16,9 @@ from transformers import PreTrainedModel
 from fsdp2kit.checkpoint.manifest import Manifest
 from fsdp2kit.checkpoint.reader import in_blocks
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import weights_digest
-from fsdp2kit.model.build import source_of
-from fsdp2kit.model.names import whole_of
-from fsdp2kit.model.stored import Carried, open_safetensors, read_carried, safetensors_files
+from fsdp2kit.weights.record import source_of, weights_of
+from fsdp2kit.weights.stored import Carried, open_safetensors, read_carried, safetensors_files
 
 CARRIED = "carried:"
 """What begins an export's key of a tensor that is carried over."""
@@ -61,7 +59,7 @@ def find_carried(
     Raises:
         UserError: no directory holds the other parts' weights, or it holds another model's.
     """
-    if model is None or whole_of(model) is None:
+    if model is None or weights_of(model).whole is None:
         return None
     record = manifest.environment.get("carried", {}) if manifest else {}
     directory = other if any(other.glob("*.safetensors")) else Path(record.get("directory") or other)
@@ -76,7 +74,11 @@ def find_carried(
 
 def carried_bytes(model: Any) -> int:
     """Bytes of what an export carries over; 0 for a model that is no text part, and for adapters."""
-    if whole_of(model) is None or adapter_of(model) is not None or (directory := source_of(model).directory) is None:
+    if (
+        weights_of(model).whole is None
+        or weights_of(model).adapter is not None
+        or (directory := source_of(model).directory) is None
+    ):
         return 0
     return sum(one.nbytes for one in read_carried(model, directory).others.values())
 

@@ -51,10 +51,9 @@ from fsdp2kit.console import say, size_text
 from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import UserError
 from fsdp2kit.events import Events
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
 from fsdp2kit.stop import Stopped
+from fsdp2kit.weights.record import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class Checkpoints:
         self.left_an_export = False
         """Whether the last export was left, because the run is asked to stop."""
         self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
-        self._tied = tied_names(model)
+        self._tied = weights_of(model).ties
         self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
@@ -157,7 +156,9 @@ class Checkpoints:
         with agreement():
             if rank() == 0:
                 self.notes += self._check_room()
-        if self.resumed is None or adapter_of(self.model) is not None:  # its checkpoints hold the adapter alone
+        if (
+            self.resumed is None or weights_of(self.model).adapter is not None
+        ):  # its checkpoints hold the adapter alone
             fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         return self.restore(self.resumed) if self.resumed else Progress()
 
@@ -439,7 +440,7 @@ class Checkpoints:
         if newest:
             lines.append(f"checkpoint: {newest}")
         if self.exported:
-            kind = "model" if adapter_of(self.model) is None else "adapter"
+            kind = "model" if weights_of(self.model).adapter is None else "adapter"
             out = self.export_directory.path
             lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
             if self.can_answer and not is_remote(out):

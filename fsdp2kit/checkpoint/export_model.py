@@ -31,18 +31,17 @@ from fsdp2kit.checkpoint.hf import (
     tensors_of,
 )
 from fsdp2kit.checkpoint.reader import in_blocks
-from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.distributed import agree, agreement, sharded_like
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import save_assets
-from fsdp2kit.model.build import ModelSource, source_of
-from fsdp2kit.model.names import build_skeleton, own_class
-from fsdp2kit.model.stored import read_carried
 from fsdp2kit.model.tokenizer import turn_ends
+from fsdp2kit.weights.modules import build_skeleton
+from fsdp2kit.weights.record import ModelSource, own_class, weights_of
+from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
+from fsdp2kit.weights.stored import read_carried
 
 
 def export_model(
@@ -89,7 +88,7 @@ def export_model(
                     tokenizer=tokenizer,
                     source=source.directory,
                     stops=turn_ends(tokenizer) if tokenizer is not None else (),
-                    adapter=adapter_of(model),
+                    adapter=weights_of(model).adapter,
                     whole=source.whole,
                 )
                 for note in notes:
@@ -99,11 +98,11 @@ def export_model(
 
 
 def _source(model: PreTrainedModel) -> ModelSource:
-    try:
-        return source_of(model)
-    except KeyError:
+    source = weights_of(model).source
+    if source is None:
         what = f"this {type(model).__name__} does not say where it comes from"
-        raise UserError("export_model", what, "build it with fsdp2kit.model.build.build_model") from None
+        raise UserError("export_model", what, "build it with fsdp2kit.model.build.build_model")
+    return source
 
 
 def _plan(
@@ -118,7 +117,7 @@ def _plan(
     """What goes into which file; the same on every rank."""
     dtype = dtype or source.dtype
     check_dtype(dtype)
-    directory, adapter = ExportDirectory(out.absolute()), adapter_of(model)
+    directory, adapter = ExportDirectory(out.absolute()), weights_of(model).adapter
     directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
     shapes = {name: (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in tensors.items()}
     skeleton = build_skeleton(model)

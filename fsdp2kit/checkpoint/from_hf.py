@@ -24,12 +24,12 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
 from fsdp2kit.model.assets import copy_assets
-from fsdp2kit.model.build import model_on_meta, tied_names
-from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
-from fsdp2kit.model.names import whole_of
+from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.text_part import load_whole, text_config_of
-from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
+from fsdp2kit.weights.load import StoredTensor, open_pretrained
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import weights_of
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -83,7 +83,7 @@ def write_weights(
     out, config_dir = Path(out).absolute(), Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
+    carried = {"carried": carried_record(config_dir)} if weights_of(model).whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)
@@ -91,7 +91,7 @@ def write_weights(
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     # Tensors that always stay in float32 do not tell the model's dtype.
-    follows = tensor_dtypes(model, torch.bfloat16)
+    follows = weights_of(model).dtypes(torch.bfloat16)
     dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
     try:
         mark(staging)
@@ -102,7 +102,7 @@ def write_weights(
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
-        progress, tied = asdict(Progress()), tied_names(model)
+        progress, tied = asdict(Progress()), weights_of(model).ties
         manifest = Manifest(
             0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
         )

@@ -27,25 +27,26 @@ from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, f
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
-from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import read_json_object, replace_file, sha256
-from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
-from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import config_text, dtype_of, with_dtype
-from fsdp2kit.model.dtypes import tensor_dtypes
-from fsdp2kit.model.expert_adapters import adapter_files
-from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
-from fsdp2kit.model.stored import INDEX_NAME, Carried, usual_dtype
-from fsdp2kit.model.weights import open_pretrained
 from fsdp2kit.redaction import cleaned
+from fsdp2kit.weights.adapter_files import adapter_files
+from fsdp2kit.weights.adapters import CONFIG_NAME as ADAPTER_CONFIG
+from fsdp2kit.weights.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from fsdp2kit.weights.adapters import adapter_file_name
+from fsdp2kit.weights.conversion import conversion_groups, to_file_names
+from fsdp2kit.weights.load import open_pretrained
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
+from fsdp2kit.weights.stored import INDEX_NAME, Carried, usual_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -159,7 +160,7 @@ def dcp_to_hf(
     Args:
         checkpoint: a directory, or a URL that fsspec knows.
         out: the same; only an earlier export is ever replaced.
-        dtype: of floating-point tensors, but for those that transformers keeps in float32 (`tensor_dtypes`). Default:
+        dtype: of floating-point tensors, but for those that transformers keeps in float32 (`Weights.dtypes`). Default:
             the manifest's export dtype, else float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
@@ -312,7 +313,7 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
     if model is None:
         keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
     else:
-        tied = tied_names(model)
+        tied = weights_of(model).ties
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
     metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
@@ -387,7 +388,7 @@ def plan_adapter_file(
     groups = []
     for name, (key, tensor) in shapes.items():
         meta = {name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor}
-        own = adapter_file_name(name, model)
+        own = adapter_file_name(name, None if model is None else weights_of(model).whole)
         forms = {own: meta[name]} if adapted is None else adapter_files(adapted, meta)
         groups.append(Group({name: key}, forms, is_copied=[*forms] == [own]))
     return {ADAPTER_WEIGHTS: groups}
@@ -401,7 +402,7 @@ def _groups(
     kept: Iterable[str] = (),
 ) -> list[Group]:
     """The tensors of `_shapes` in groups that can be converted by themselves, in the dtypes of the files."""
-    dtypes = dict.fromkeys(kept, torch.float32) if model is None else tensor_dtypes(model, dtype)
+    dtypes = dict.fromkeys(kept, torch.float32) if model is None else weights_of(model).dtypes(dtype)
     tensors = {
         name: tensor.to(dtypes.get(name, dtype)) if tensor.is_floating_point() else tensor
         for name, (_, tensor) in shapes.items()

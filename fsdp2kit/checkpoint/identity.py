@@ -18,10 +18,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.events import changes as settings_changes
 from fsdp2kit.events import flat
 from fsdp2kit.files import read_text, sha256
-from fsdp2kit.model.adapters import Adapter
 from fsdp2kit.model.assets import config_digest, weights_digest
-from fsdp2kit.model.build import ModelSource
 from fsdp2kit.redaction import cleaned
+from fsdp2kit.weights.adapters import Adapter
+from fsdp2kit.weights.record import ModelSource
 
 
 def run_identity(

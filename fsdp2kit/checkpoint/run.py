@@ -23,12 +23,9 @@ from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement, rank
 from fsdp2kit.events import Events
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
-from fsdp2kit.model.build import source_of
-from fsdp2kit.model.dtypes import kept_in_float32
-from fsdp2kit.model.names import own_class
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
+from fsdp2kit.weights.record import own_class, source_of, weights_of
 
 
 class RunJob(Protocol):
@@ -82,7 +79,7 @@ def build_checkpoints(
     assets = Assets(model, tokenizer, _stops(config, data, tokenizer))
     models = {key: find_hf_dir(path, key=key, with_weights=True) for key, path in config.models().items()}
     with agreement():
-        adapter = adapter_of(model)
+        adapter = weights_of(model).adapter
         identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, models=models)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
@@ -130,7 +127,9 @@ def _kept_in_float32(model: PreTrainedModel) -> dict[str, list[str]]:
     if hasattr(transformers, own_class(model).__name__):
         return {}
     narrow = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float32}
-    return {name: sorted(kept_in_float32(model, dtype)) for name, dtype in narrow.items()}
+    return {
+        name: sorted(weights_of(model).kept_in_float32(dtype, model.state_dict())) for name, dtype in narrow.items()
+    }
 
 
 @dataclass(eq=False)
@@ -157,7 +156,7 @@ class Assets:
                 tokenizer=self.tokenizer,
                 source=source.directory,
                 stops=self.stops,
-                adapter=adapter_of(self.model),
+                adapter=weights_of(self.model).adapter,
                 whole=source.whole,
             )
             found = [path for path in Path(folder).rglob("*") if path.is_file()]

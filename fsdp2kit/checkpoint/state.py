@@ -27,11 +27,11 @@ from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import source_of, tied_names
-from fsdp2kit.model.names import base_name
-from fsdp2kit.model.weights import fill_adapter, fill_vocabulary, grown_tensors, initialize, load_pretrained
 from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.initialize import fill_adapter, initialize
+from fsdp2kit.weights.load import fill_vocabulary, grown_tensors, load_pretrained
+from fsdp2kit.weights.record import source_of, weights_of
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -47,14 +47,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     DTensors of the global shape.
     """
     reshard_all(model)
-    everything = adapter_of(model) is None
+    everything = weights_of(model).adapter is None
     parameters = {name: p.detach() for name, p in model.named_parameters() if everything or p.requires_grad}
     return parameters | persistent_buffers(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the model's state, by name, detached; none with adapters."""
-    saved = model.state_dict().keys() if adapter_of(model) is None else ()
+    saved = model.state_dict().keys() if weights_of(model).adapter is None else ()
     return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
 
 
@@ -225,7 +225,7 @@ def load_weights(path: str | Path, model: Any) -> None:
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
-            keys = find_weights(path, shapes, tensors, tied=tied_names(model), smaller=grown)
+            keys = find_weights(path, shapes, tensors, tied=weights_of(model).ties, smaller=grown)
         as_stored = {name: tensor for name, tensor in tensors.items() if shapes[keys[name]] == tensor.shape}
         load_tensors(reader, {keys[name]: tensor for name, tensor in as_stored.items()})
         with agreement():

@@ -19,8 +19,9 @@ from fsdp2kit.checkpoint.from_hf import model_of, write_weights
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Whole, tied_names, whole_of
-from fsdp2kit.model.weights import StoredTensor
+from fsdp2kit.weights.load import StoredTensor
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.whole import Whole
 
 # What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -51,9 +52,9 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     stored = {_WRAPPERS.sub("", key): one for key, one in (_in_folder if source.is_dir() else _in_file)(source)}
     config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
     model = model_of(config_dir)
-    if (whole := whole_of(model)) is not None:
+    if (whole := weights_of(model).whole) is not None:
         stored = _of_text_part(source, stored, whole, config_dir)
-    tied = tied_names(model)
+    tied = weights_of(model).ties
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     part = _part_of_model(source, stored, names)
     keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)

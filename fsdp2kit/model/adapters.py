@@ -1,4 +1,4 @@
-"""LoRA adapters (arXiv:2106.09685), by peft: built into a model, and merged into its weights.
+"""LoRA adapters (arXiv:2106.09685), by peft, built into a model.
 
 peft decides what an adapter is and computes: layers, scaling, rslora, DoRA, modules that are trained whole. It builds
 adapters into the meta model before anything is planned, and the model keeps its class, so sharding, recomputation and
@@ -10,35 +10,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
-import json
 import re
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.files import read_json_object
-from fsdp2kit.model.expert_adapters import (
-    ALL_EXPERTS,
-    matched_parameters,
-    replace_forward,
-    stored_leaves,
-    target_parameters,
-)
-from fsdp2kit.model.experts import find_experts
-from fsdp2kit.model.names import ADAPTER, Whole, base_module, base_name, tied_names, whole_of
-from fsdp2kit.model.text_part import read_adapter_names, written_adapter_names
-
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+from fsdp2kit.model.expert_adapters import ALL_EXPERTS, matched_parameters, replace_forward, target_parameters
+from fsdp2kit.weights.adapter_files import stored_leaves
+from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, PATTERNS, Adapter, base_name
+from fsdp2kit.weights.experts import find_experts
+from fsdp2kit.weights.modules import base_module
+from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.whole import Whole
 
 # Keys of an adapter_config.json whose values may differ from peft's defaults. Others (trained biases or tokens, …) are
 # refused: they would be trained, exported or merged as something else.
@@ -59,56 +52,6 @@ _KNOWN = {
     "fan_in_fan_out",
 }
 _INCIDENTAL = {"task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapters of a model; see `adapter_of`."""
-
-    config: Any
-    """peft's ``LoraConfig``."""
-    layers: tuple[str, ...]
-    """Names of the linear layers that have an adapter, and of peft's wrappers around experts."""
-    directory: Path | None
-    """The directory of the adapter that is trained further; None: adapters start from peft's initialisation."""
-    quantize: str = "none"
-    """How the frozen model is stored: ``lora.quantize``."""
-    experts: tuple[str, ...] = ()
-    """Names of the modules of experts that have adapters."""
-    expert_leaves: tuple[str, ...] = ()
-    """The names by which the adapter's file has one expert's layers; () if it has all experts in one tensor."""
-    whole: Whole | None = None
-    """What the model is the text part of; peft's config names that one's modules."""
-
-    def identity(self) -> dict[str, str]:
-        """What may not change when a run is resumed, by the TOML's keys; dropout may."""
-        config = self.config
-        layers = json.dumps([self.layers, config.rank_pattern, config.alpha_pattern])
-        return {
-            "lora.rank": str(config.r),
-            "lora.alpha": str(config.lora_alpha),
-            "lora.rslora": str(config.use_rslora).lower(),
-            "lora.dora": str(config.use_dora).lower(),
-            "lora.modules_to_save": ", ".join(sorted(config.modules_to_save or ())),
-            "lora.target_modules": f"{len(self.layers)} layers {hashlib.sha256(layers.encode()).hexdigest()[:8]}",
-            **({"lora.quantize": self.quantize} if self.quantize != "none" else {}),
-        }
-
-    def save(self, directory: Path) -> None:
-        """Write ``adapter_config.json`` as peft does, for inference."""
-        values = {**self.config.to_dict(), "inference_mode": True}
-        if self.whole is not None:
-            experts = {f"{name}{inner}" for name in self.experts for inner in ("", ".base_layer")}
-            values = written_adapter_names(values, [name for name in self.layers if name not in experts], self.whole)
-        if self.expert_leaves:  # peft makes `target_parameters` of these as it loads
-            values |= {"target_modules": [*values["target_modules"], *self.expert_leaves], "target_parameters": None}
-        text = json.dumps(values, indent=2, sort_keys=True, default=sorted)
-        (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-
-
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapters that `apply_lora` built into a model; None where there are none."""
-    return vars(model).get("_fsdp2kit_adapter")
 
 
 def apply_lora(
@@ -206,12 +149,13 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
-    if (whole := whole_of(model)) is not None:
-        read_adapter_names(config, whole)
+    weights = weights_of(model)
+    if weights.whole is not None:
+        _name_in_text_part(config, weights.whole)
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
-    tied = {name for pair in tied_names(model).items() for name in pair}
+    tied = {name for pair in weights.ties.items() for name in pair}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about ties and Conv1D, which `_check_layers` looks at
@@ -227,9 +171,44 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     replace_forward(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, whole)
-    vars(model)["_fsdp2kit_adapter"] = adapter
-    return adapter
+    weights.ties = find_ties(model)  # peft's wrappers change names
+    weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.whole)
+    return weights.adapter
+
+
+def _name_in_text_part(config: Any, whole: Whole) -> None:
+    """Turn names of a whole's modules in peft's config into those of its text part, in place.
+
+    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
+    """
+    target, key = config.target_modules, "lora.target_modules"
+    if isinstance(target, str):
+        with contextlib.suppress(re.error):  # reported where the text part's names are matched
+            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
+            if outside := [name for name in found if whole.inner(name) is None]:
+                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
+                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
+            if found and target.lower() != "all-linear":
+                config.target_modules = {whole.inner(name) for name in found}
+    elif target:
+        config.target_modules = {whole.inner(name) or name for name in target}
+    if config.modules_to_save:
+        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
+    for field in PATTERNS:
+        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
+
+
+def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
+    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
+
+    peft takes the first key that matches the end of a name, as an expression.
+    """
+    found = {}
+    for name, _ in whole.model.named_modules() if pattern else ():
+        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
+        if key is not None and (inner := whole.inner(name)) is not None:
+            found[inner] = pattern[key]
+    return found
 
 
 def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
@@ -276,7 +255,7 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
 
 def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:
     """Refuse names that stood for the layers of each expert where other layers have them, too."""
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     leaves = set(names).intersection(adapter.expert_leaves if adapter is not None else ())
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves:
@@ -380,22 +359,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
         for module in adapted:
             module._disable_adapters = False
         model.train(was_training)
-
-
-def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
-    """The weight of a layer with its adapter merged into it, in float32.
-
-    Args:
-        weight: the layer's own, ``[out, in]``; a Conv1D's is ``[in, out]``.
-        layer: peft's, which has the scaling; it may be on meta.
-        a, b: ``[rank, in]`` and ``[out, rank]``.
-        magnitude: DoRA's length of each merged row, ``[out]``.
-    """
-    weight, change = weight.float(), b.float() @ a.float() * layer.scaling[ADAPTER]
-    merged = weight + (change.T if layer.fan_in_fan_out else change)
-    if magnitude is None:
-        return merged
-    return merged * (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
 
 
 @functools.cache

@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import load_json, todo_of_cache
-from fsdp2kit.model.adapters import CONFIG_NAME, Adapter
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope
 from fsdp2kit.model.tokenizer_files import save_tokenizer, tokenizer_files
+from fsdp2kit.weights.adapters import CONFIG_NAME, Adapter
 
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 

@@ -9,7 +9,6 @@ import logging
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,50 +26,14 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.files import read_json_object
-from fsdp2kit.model.adapters import adapter_of, apply_lora
+from fsdp2kit.model.adapters import apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs
-from fsdp2kit.model.names import tied_names
 from fsdp2kit.model.text_part import attach_whole, text_config_of
 from fsdp2kit.model.tokenizer import added_beyond, build_tokenizer, new_tokens
+from fsdp2kit.weights.record import ModelSource, weights_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model comes from; see `source_of`."""
-
-    path: str | None
-    """``model.path``; None for a model from a config alone."""
-    directory: Path | None
-    """The Hugging Face directory on this machine; None for a model from a config alone, or if it was not looked up."""
-    config: PretrainedConfig
-    """With the user's overrides; transformers writes the dtype and attention of training into a copy."""
-    new_tokens: tuple[int, ...] = ()
-    """Ids of the tokens that the chat template, or the user, added: their rows begin as the mean of the others."""
-    stored_vocab: int = 0
-    """Rows of the stored embedding; 0 without new tokens."""
-    trains_new: bool = True
-    """Whether the rows of new tokens are trained; not in a frozen embedding."""
-    has_adapter: bool = False
-    """Whether adapters are trained, and exported, in place of the model."""
-    whole: PretrainedConfig | None = None
-    """The config of the checkpoint, if the model is the text part of it; `directory` has the others' weights."""
-
-    @property
-    def dtype(self) -> str:
-        """An export's default dtype: the source model's; float32 for adapters, which are small, and for a model from a
-        config alone."""
-        if self.has_adapter:
-            return "float32"
-        dtype = getattr(self.config, "dtype", None)
-        return str(dtype).removeprefix("torch.") if self.path is not None and dtype is not None else "float32"
-
-
-def source_of(model: PreTrainedModel) -> ModelSource:
-    """The source of a model that `build_model` made."""
-    return vars(model)["_fsdp2kit_source"]
 
 
 def build_model(
@@ -119,24 +82,22 @@ def build_model(
         if markers and not _trains_vocabulary(model):
             what = f"adds {len(markers)} tokens, for which the model that is frozen beside adapters has no rows"
             todo = "use a template without new tokens, or give a model and tokenizer that have them"
-            if not tied_names(model):
+            if not weights_of(model).ties:
                 todo = f"train the embedding and the head (lora.modules_to_save = {_ends(model)}), or {todo}"
             raise UserError("model.chat_template", what, todo)
     if whole is not None and directory is not None and section.weights != "pretrained":
         # Weights of a checkpoint are the text part's alone; those of the others are carried over to exports.
         directory = find_hf_dir(str(section.path), key="model.path", with_weights=True)
-    # By `vars`, since a module types its attributes as tensors.
-    source = ModelSource(
+    weights_of(model).source = ModelSource(
         section.path,
         directory,
         hf_config,
         new_tokens=new,
         stored_vocab=stored_vocab if new else 0,
         trains_new=_trains_vocabulary(model),
-        has_adapter=adapter_of(model) is not None,
+        has_adapter=weights_of(model).adapter is not None,
         whole=whole,
     )
-    vars(model)["_fsdp2kit_source"] = source
     return model.train()
 
 
@@ -165,7 +126,9 @@ def _trains_vocabulary(model: PreTrainedModel) -> bool:
     """Whether the embedding and the head are trained, or copies of them beside adapters."""
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     is_trained = [[parameter.requires_grad for parameter in module.parameters()] for module in ends]
-    return all(any(one) for one in is_trained) if adapter_of(model) is not None else all(map(all, is_trained[:1]))
+    return (
+        all(any(one) for one in is_trained) if weights_of(model).adapter is not None else all(map(all, is_trained[:1]))
+    )
 
 
 def _ends(model: PreTrainedModel) -> str:
@@ -278,7 +241,7 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
     Args:
         whole_device: for parameters and buffers that are not sharded; by default ``device``.
     """
-    ties = tied_names(model)
+    ties = weights_of(model).ties
     # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forget ties.
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     others = whole_device or device

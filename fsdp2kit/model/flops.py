@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp2kit.model.experts import expert_count, experts_per_token
+from fsdp2kit.weights.experts import expert_count, experts_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

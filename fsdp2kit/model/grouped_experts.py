@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2kit.model.experts import expert_parameters, expert_weights
 from fsdp2kit.model.nf4 import NF4Layout, level_pairs
+from fsdp2kit.weights.experts import expert_parameters, expert_weights
+from fsdp2kit.weights.modules import PackedModule
 
 Product = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """From a weight's name, vectors ``[S, in]`` sorted by expert, each one's expert ``[S]``, and where each expert's
@@ -73,7 +74,7 @@ def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, matrices, offs=ends)[:, :after]
 
 
-class NF4Experts(nn.Module):
+class NF4Experts(PackedModule):
     """A layer's experts with frozen weights in 4 bits, which are dequantised at each use and not kept.
 
     Parameters have the names of the plain experts'; blocks of 64 do not cross from one expert to the next.
@@ -106,6 +107,14 @@ class NF4Experts(nn.Module):
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As `compute_experts`."""
         return compute_experts(self, hidden, index, weights, partial(multiply, self))
+
+    def plain(self) -> nn.Module:
+        """The experts as they were, on meta."""
+        return vars(self)["original"]
+
+    def fills(self) -> dict[str, Callable[[Any], None]]:
+        """See `PackedModule`."""
+        return {name: partial(self.fill, name) for name in self.layouts}
 
     def fill(self, name: str, weight: Any) -> None:
         """Quantise this rank's share of the weight ``name``.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp2kit.distributed import local_part
 from fsdp2kit.torch_compat import local_slices
+from fsdp2kit.weights.modules import PackedModule
 
 BLOCK = 64
 """Elements that share a scale."""
@@ -123,7 +124,7 @@ class NF4Layout:
             done += count
 
 
-class NF4Linear(nn.Module):
+class NF4Linear(PackedModule):
     """A linear layer with a frozen weight in 4 bits, which is dequantised at each use and not kept."""
 
     pairs: Tensor
@@ -165,6 +166,14 @@ class NF4Linear(nn.Module):
     def plain(self) -> nn.Linear:
         """The layer as it was, on meta."""
         return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.dtype)
+
+    def fills(self) -> dict[str, Callable[[Any], None]]:
+        """See `PackedModule`."""
+        return {"weight": self.fill}
+
+    def unpacked_rows(self) -> tuple[Tensor, Tensor, int]:
+        """See `PackedModule`."""
+        return self.nf4, self.unpack(local_part(self.nf4)), self.layout.together
 
 
 class _Linear(torch.autograd.Function):

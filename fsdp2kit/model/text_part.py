@@ -1,17 +1,15 @@
 """The text part of a checkpoint of several parts (text, images, audio, …) as a causal language model of its own.
 
 The text part is what is trained: a plain decoder with the head. The whole model stays on meta; it says how its files
-name the text part's tensors (`fsdp2kit.model.names.Whole`), and all others are carried over to exports as they are.
+name the text part's tensors (`fsdp2kit.weights.whole.Whole`), and all others are carried over to exports as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,11 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Whole, tied_names
-from fsdp2kit.model.stored import check_indexes
+from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.stored import check_indexes
+from fsdp2kit.weights.whole import Whole
 
 _TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
-_PATTERNS = ("rank_pattern", "alpha_pattern")
 _PARTS = ("vision_config", "audio_config", "speech_config")
 
 
@@ -158,11 +156,11 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
             raise _refused(type(whole), f"its text part is no {type(model).__name__}")
         pairs.append((own, there))
     found = Whole(whole, tuple(pairs), config)
-    ties = {found.inner(alias): found.inner(name) for alias, name in tied_names(whole).items()}
+    ties = {found.inner(alias): found.inner(name) for alias, name in find_ties(whole).items()}
     ties = {alias: name for alias, name in ties.items() if alias is not None or name is not None}
-    if ties != tied_names(model) or any(found.outer(name) is None for name in model.state_dict()):
+    if ties != weights_of(model).ties or any(found.outer(name) is None for name in model.state_dict()):
         raise _refused(type(whole), f"it has, or ties, other tensors than {type(model).__name__}")
-    vars(model)["_fsdp2kit_whole"] = found
+    weights_of(model).whole = found
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -226,58 +224,3 @@ def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
     model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
     model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
     return model
-
-
-def read_adapter_names(config: Any, whole: Whole) -> None:
-    """Turn names of a whole's modules in peft's config into those of its text part, in place.
-
-    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
-    """
-    target, key = config.target_modules, "lora.target_modules"
-    if isinstance(target, str):
-        with contextlib.suppress(re.error):  # reported where the text part's names are matched
-            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
-            if outside := [name for name in found if whole.inner(name) is None]:
-                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
-                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
-            if found and target.lower() != "all-linear":
-                config.target_modules = {whole.inner(name) for name in found}
-    elif target:
-        config.target_modules = {whole.inner(name) or name for name in target}
-    if config.modules_to_save:
-        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
-    for field in _PATTERNS:
-        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
-
-
-def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
-
-    peft takes the first key that matches the end of a name, as an expression.
-    """
-    found = {}
-    for name, _ in whole.model.named_modules() if pattern else ():
-        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
-        if key is not None and (inner := whole.inner(name)) is not None:
-            found[inner] = pattern[key]
-    return found
-
-
-def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
-    """The inverse of `read_adapter_names`, of a config's values: each layer by its whole name in the whole, since a
-    short name or an expression might match another part's layers.
-
-    Args:
-        layers: that have adapters, without experts, by their names in the text part.
-    """
-    ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
-    saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
-    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
-    chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
-    return {
-        **values,
-        **chosen,
-        **patterns,
-        "target_modules": [whole.outer(name) for name in layers],
-        "modules_to_save": saved or None,
-    }

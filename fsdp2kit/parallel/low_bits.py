@@ -18,14 +18,15 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError, importing, nearest
-from fsdp2kit.model.build import decoder_layers, tied_names
-from fsdp2kit.model.experts import are_experts, expert_weights, unlike_experts
+from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.inspect import Traits
-from fsdp2kit.model.names import base_name
 from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Layout, NF4Linear
 from fsdp2kit.parallel.fsdp import stays_in_float32
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.experts import are_experts, expert_weights, unlike_experts
+from fsdp2kit.weights.record import weights_of
 
 _MULTIPLE = 16
 """Float8 kernels want inner and outer dimensions divisible by this."""
@@ -230,7 +231,7 @@ def _choose_layers(
     module reads, and those for which one of ``reasons`` holds.
     """
     modules = dict(model.named_modules())
-    tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
+    tied = {name.removesuffix(".weight") for pair in weights_of(model).ties.items() for name in pair}
     hf_config = model.config.get_text_config().to_dict()
     # The numbers of experts, under any name; none without experts.
     expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}

@@ -22,12 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from fsdp2kit.data.loader import Batch, batch_of
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
-from fsdp2kit.model.names import base_name
-from fsdp2kit.model.stored import check_indexes
 from fsdp2kit.model.text_part import know_causal_lm
 from fsdp2kit.parallel.context_parallel.batch import RECURRENT_KINDS
+from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.stored import check_indexes
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def plain_logits(
 
 
 def _logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype) -> Tensor:
-    wanted = tensor_dtypes(model, dtype)
+    wanted = weights_of(model).dtypes(dtype)
     # An adapter's own parameters have no names in transformers.
     cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
     inputs = {

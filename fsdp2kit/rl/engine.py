@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fsdp2kit.checkpoint.safetensors_file import write_safetensors
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.weights.safetensors_file import write_safetensors
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from fsdp2kit import status
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
 from fsdp2kit.model.assets import generation_config
-from fsdp2kit.model.build import build_model, materialize, source_of
-from fsdp2kit.model.dtypes import cast_model
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.rl.conversations import Conversations, Question
@@ -35,6 +34,8 @@ from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.stop import Stopped
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import source_of
 
 
 def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, device: torch.device) -> Engine:

@@ -19,7 +19,6 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.distributed import agreement
-from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
@@ -32,6 +31,7 @@ from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rounds import Round, kept_rounds, round_state
 from fsdp2kit.rl.rounds_ahead import RoundsAhead, my_groups
 from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.weights.experts import is_mixture
 
 _ROUTED_ANEW = "experts: the trainer does not replay the engine's choices; log_prob_gap shows what this costs"
 

@@ -19,11 +19,12 @@ from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 from fsdp2kit.stop import Stopped
+from fsdp2kit.weights.conversion import Source, find_sources
+from fsdp2kit.weights.record import weights_of
 
 
 class TransformersEngine(Engine):
@@ -51,7 +52,7 @@ class TransformersEngine(Engine):
         self._model: Any = model
         self._group, self._batch_size, self._stops = group, section.batch_size, tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
-        self._missing = set(model.state_dict()) - set(tied_names(model))
+        self._missing = set(model.state_dict()) - set(weights_of(model).ties)
         self._sources: dict[tuple[str, ...], list[Source]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
         self._device, self.dtype = embedding.weight.device, embedding.weight.dtype

@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2kit import stop
 from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of, merged_weight
-from fsdp2kit.model.dtypes import tensor_dtypes
-from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
 from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, local_slices
+from fsdp2kit.weights.adapters import ADAPTER, base_name, merged_weight
+from fsdp2kit.weights.conversion import conversion_groups, to_file_names
+from fsdp2kit.weights.modules import build_skeleton
+from fsdp2kit.weights.record import weights_of
 
 
 def sync_weights(
@@ -43,7 +44,7 @@ def sync_weights(
         model: as `parallelize_model` made it; units that a forward left gathered are freed.
         engine: this rank's. It has ``version`` when all ranks' engines have it, and none if any of them raised.
         dtype: floating-point tensors are cast to it before they travel, except for those that transformers keeps in
-            float32 (`tensor_dtypes`).
+            float32 (`Weights.dtypes`).
         bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) has its own.
 
     Returns:
@@ -143,7 +144,7 @@ class _Group:
 
 def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
     """All tensors of a model, in groups that transformers converts together; the same on every rank."""
-    skeleton, adapter = build_skeleton(model), adapter_of(model)
+    skeleton, adapter = build_skeleton(model), weights_of(model).adapter
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -152,7 +153,7 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
     weights: dict[str, _Weight] = {}
-    tied, dtypes = tied_names(model), tensor_dtypes(model, dtype)
+    tied, dtypes = weights_of(model).ties, weights_of(model).dtypes(dtype)
     for name in (name for name in skeleton.state_dict() if name not in tied):
         tensor = found[name]
         layer, _, leaf = name.rpartition(".")

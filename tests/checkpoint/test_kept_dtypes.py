@@ -24,8 +24,8 @@ from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.events import Events
-from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
+from fsdp2kit.weights.record import ModelSource, weights_of
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import assert_equal, exported
 from tests.kept import BEYOND_5_17, kept_model
@@ -126,7 +126,7 @@ def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> 
     config.auto_map = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
     model = OwnForCausalLM(config)
     model.save_pretrained(tmp_path / "source")
-    vars(model)["_fsdp2kit_source"] = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
+    weights_of(model).source = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
     job: Any = SimpleNamespace(environment={}, events=Events())
     run, section = {"dir": str(tmp_path)}, {"export_dtype": dtype}
     settings = TrainingConfig.model_validate({"recipe": "sft", "run": run, "checkpoint": section})

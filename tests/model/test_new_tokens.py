@@ -27,10 +27,11 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError
 from fsdp2kit.model import weights
-from fsdp2kit.model.build import build_model, materialize, source_of
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.run import load
+from fsdp2kit.weights.record import source_of
 from tests.data.templates import encode_chat, make_tokenizer, spoken
 from tests.model.test_weights import _sharded
 from tests.reference import DEMO, full, tiny_model

@@ -19,13 +19,15 @@ from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, ModelConf
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
-from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
-from fsdp2kit.model.stored import INDEX_NAME
-from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
+from fsdp2kit.weights.conversion import conversion_groups, find_sources, to_file_names
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.stored import INDEX_NAME
 from tests.reference import TINY, full, slow, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -131,7 +133,7 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
 def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_config(kind))
     model.save_pretrained(tmp_path)
-    tensors = {name: t for name, t in model.state_dict().items() if name not in tied_names(model)}
+    tensors = {name: t for name, t in model.state_dict().items() if name not in weights_of(model).ties}
     groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
     for group in groups:

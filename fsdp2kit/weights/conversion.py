@@ -8,17 +8,14 @@ group, so that no whole model need be in memory.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,145 +25,9 @@ from transformers.core_model_loading import (
 )
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.grouped_experts import NF4Experts
-from fsdp2kit.model.nf4 import NF4Linear
-
-ADAPTER = "default"
-"""peft's name for the one adapter of a model; it stands in the names of modules, and not in an adapter's file."""
-
-_OWN = re.compile(rf"\.lora_\w+\.{ADAPTER}(?=\.|$)")
-_AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.)")
-
-
-def base_name(name: str) -> str | None:
-    """A tensor's name in the model without adapters; None for an adapter's own tensor.
-
-    A module that peft trains whole is there twice; both copies' tensors have the same name here.
-    """
-    return None if _OWN.search(name) else _AROUND.sub("", name)
-
-
-def is_of_adapter(name: str) -> bool:
-    """Whether it names an adapter's own tensor, or one of a module that is trained whole beside it."""
-    return _OWN.search(name) is not None or f".modules_to_save.{ADAPTER}." in name
-
-
-def adapter_file_name(name: str, model: nn.Module | None = None) -> str:
-    """A trained tensor's name in peft's ``adapter_model.safetensors``.
-
-    Args:
-        model: the model; a text part's tensors are named as in its whole.
-    """
-    inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)
-    if (whole := whole_of(model)) is not None:
-        inner = whole.outer(inner) or inner
-    return f"base_model.model.{inner}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """The model of several parts (text, images, …) that a model is the text part of; see `whole_of`."""
-
-    model: PreTrainedModel
-    """On meta, without adapters; its text part has the config that is trained."""
-    pairs: tuple[tuple[str, str], ...]
-    """The decoder and the head: names in the text part's model, and in the whole."""
-    config: PretrainedConfig
-    """As the checkpoint has it."""
-
-    def outer(self, name: str) -> str | None:
-        """A tensor's or a module's name in the whole, by its name in the text part; None where it has none."""
-        return next((there + name[len(own) :] for own, there in self.pairs if f"{name}.".startswith(f"{own}.")), None)
-
-    def inner(self, name: str) -> str | None:
-        """The inverse of `outer`; None for another part's tensor."""
-        return next(
-            (own + name[len(there) :] for own, there in self.pairs if f"{name}.".startswith(f"{there}.")), None
-        )
-
-
-def whole_of(model: nn.Module | None) -> Whole | None:
-    """What a model that `build_model` made is the text part of; None for a model of its own."""
-    return None if model is None else vars(model).get("_fsdp2kit_whole")
-
-
-def base_module(module: nn.Module) -> nn.Module:
-    """The model's own module, if peft has put an adapter or a copy that is trained whole around it."""
-    for inner, beside in (("base_layer", "lora_A"), ("original_module", "modules_to_save")):
-        if {inner, beside} <= module._modules.keys():
-            return base_module(module.get_submodule(inner))  # experts have two wrappers
-    return module
-
-
-def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Parameters and persistent buffers by their names without adapters; two of a module that is trained whole.
-
-    A weight in 4 bits is there as it is stored; see `nf4_weights`.
-    """
-    found: dict[str, list[Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        if (inner := base_name(re.sub(r"\.nf4$", ".weight", name))) is not None:
-            found.setdefault(inner, []).append(tensor)
-    return found
-
-
-def nf4_weights(model: nn.Module) -> dict[str, Callable[[Any], None]]:
-    """What fills each weight that is stored in 4 bits from its values, by the weights' names without adapters."""
-    found: dict[str, Callable[[Any], None]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, NF4Linear):
-            found[f"{name}.weight"] = module.fill
-        elif isinstance(module, NF4Experts):
-            found |= {f"{name}.{weight}": partial(module.fill, weight) for weight in module.layouts}
-    return {base_name(name) or name: fill for name, fill in found.items()}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """``{alias: canonical name}`` for every parameter that is known under more than one name."""
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    everything = model.named_parameters(remove_duplicate=False)
-    return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
-
-
-def own_class(module: nn.Module) -> Any:
-    """The module's class before `fully_shard` put its own in front."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
-    """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
-
-    Adapters inside the module are left out, and layers in 4 bits become plain ones. Non-persistent buffers, which hold
-    computed values, are copied. A tensor under two names becomes two tensors, as in transformers before it ties them;
-    a module in two places stays one.
-    """
-    made = {} if made is None else made
-    if module in made:
-        return made[module]
-    if isinstance(module, NF4Linear):
-        made[module] = module.plain()
-        return made[module]
-    if isinstance(module, NF4Experts):
-        made[module] = build_skeleton(vars(module)["original"], made)
-        return made[module]
-    copied: Any = object.__new__(own_class(module))
-    made[module] = copied
-    copied.__dict__.update(module.__dict__)
-    copied._parameters = {
-        name: p if p is None else nn.Parameter(_meta(p), requires_grad=p.is_floating_point())
-        for name, p in module._parameters.items()
-    }
-    copied._buffers = {
-        name: b if b is None else (b.clone() if name in module._non_persistent_buffers_set else _meta(b))
-        for name, b in module._buffers.items()
-    }
-    children = module._modules.items()
-    copied._modules = {name: child and build_skeleton(base_module(child), made) for name, child in children}
-    return copied
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+from fsdp2kit.weights.modules import build_skeleton
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.whole import Whole
 
 
 @dataclass
@@ -221,7 +82,7 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
         model: on any device, sharded or not.
         stored: all names in its files.
     """
-    whole = whole_of(model)
+    whole = weights_of(model).whole
     found, unexpected = _find_sources(model if whole is None else whole.model, stored)
     if whole is None:
         return found, list(unexpected)
@@ -236,7 +97,7 @@ def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
 
     A tied tensor's second copy is the text part's: it would not follow the first.
     """
-    whole, stored = whole_of(model), list(stored)
+    whole, stored = weights_of(model).whole, list(stored)
     assert whole is not None, "this model is no text part"
     of_text = [source for source in _find_sources(whole.model, stored)[0] if whole.inner(source.name)]
     used = {key for source in of_text for key in (*(key for key, _ in source.stored), *source.copies)}
@@ -264,7 +125,7 @@ def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[S
         source = found.setdefault(name, Source(name, None if pattern is None else by_pattern[pattern]))
         source.stored.append((key, pattern or key))
     # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
-    for alias, name in tied_names(model).items():
+    for alias, name in weights_of(model).ties.items():
         source = found.pop(alias, None)
         if source is not None and name not in found:
             source.name = name
@@ -283,7 +144,7 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
     """
     if model is None:
         return tensors
-    if (whole := whole_of(model)) is not None:
+    if (whole := weights_of(model).whole) is not None:
         model, tensors = whole.model, {str(whole.outer(name)): tensor for name, tensor in tensors.items()}
     return revert_weight_conversion(model, dict(tensors))
 

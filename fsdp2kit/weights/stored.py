@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import is_plain_name, read_json_object
-from fsdp2kit.model.names import find_others, find_sources
+from fsdp2kit.weights.conversion import find_others, find_sources
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -133,3 +133,9 @@ def read_carried(model: PreTrainedModel, directory: str | Path) -> Carried:
 def _meta(piece: Any) -> Tensor:
     dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
     return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+
+
+def some(names: list[str]) -> str:
+    """ "a is", or "a, b, c and 2 more are"."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
