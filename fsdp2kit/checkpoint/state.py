@@ -28,10 +28,12 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.weights.adapter_values import fill_adapter
 from fsdp2kit.weights.adapters import base_name
-from fsdp2kit.weights.initialize import fill_adapter, initialize
-from fsdp2kit.weights.load import fill_vocabulary, grown_tensors, load_pretrained
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import source_of, weights_of
+from fsdp2kit.weights.shards import fill_vocabulary, grown_tensors
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."

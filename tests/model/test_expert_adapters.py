@@ -20,10 +20,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import without_adapter
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.expert_adapters import replace_forward
+from fsdp2kit.weights.adapter_values import fill_adapter, load_adapter
 from fsdp2kit.weights.adapters import merge_experts
 from fsdp2kit.weights.experts import find_experts
-from fsdp2kit.weights.initialize import fill_adapter
-from fsdp2kit.weights.load import load_adapter, load_pretrained
+from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
 from tests.reference import full
 
