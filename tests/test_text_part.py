@@ -16,6 +16,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
+from fsdp2kit.checkpoint.merge import plan_merge
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf, plan_export
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
@@ -28,7 +29,8 @@ from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.text_part import check_same_logits, text_config_of
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_name, is_of_adapter
-from fsdp2kit.weights.conversion import conversion_groups, find_sources, to_file_names
+from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
 from tests.parallel.jobs import Case, run_cases
@@ -211,7 +213,7 @@ def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path)
 def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) -> None:
     """Or else in that of the weights."""
     path = write_whole("gemma3", tmp_path, dtype=torch.bfloat16)
-    adapter = weights_of(build_model(ModelConfig(path=str(path)).adapter, lora=LoraConfig(rank=4)))
+    adapter = weights_of(build_model(ModelConfig(path=str(path)), lora=LoraConfig(rank=4))).adapter
     fields = json.loads((path / "config.json").read_text())
     assert adapter is not None
     adapter.save(path)
@@ -219,7 +221,7 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
     text = fields["text_config"]
     for named in ({"torch_dtype": "float16"}, {"text_config": {**text, "dtype": "float16"}}, {}):
         (path / "config.json").write_text(json.dumps({**fields, **named}))
-        plan = plan_export(tmp_path, tmp_path / "out", config_dir=path, merge=str(path))
+        plan = plan_merge(tmp_path, tmp_path / "out", config_dir=path, base=str(path))
         assert plan.dtype == ("float16" if named else "bfloat16")
 
 
@@ -311,8 +313,8 @@ def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> 
     load_pretrained(model)
     tensors = {name: one for name, one in model.state_dict().items() if name not in weights_of(model).ties}
     back: dict[str, torch.Tensor] = {}
-    for group in conversion_groups(model, {name: one.to("meta") for name, one in tensors.items()}):
-        sent = to_file_names(model, {name: tensors[name] for name in group.names})
+    for group in grouped_entries(model, {name: one.to("meta") for name, one in tensors.items()}):
+        sent = to_file_names(model, {name: tensors[name] for name in group.tensors})
         assert sent.keys() <= stored(path).keys()
         sources, unknown = find_sources(model, sent)
         assert not unknown

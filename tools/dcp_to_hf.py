@@ -11,6 +11,7 @@ import sys
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.command_line import in_one_line
 from fsdp2kit.console import show
@@ -29,14 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     if not is_remote(out):
         check_writable(out.parent, where="out")
-    dtype = dcp_to_hf(
-        checkpoint,
-        out,
-        dtype=options.dtype,
-        max_shard_bytes=MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9),
-        config_dir=options.config,
-        merge=options.merge or False,
-    )
+    size = MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9)
+    given = {"dtype": options.dtype, "max_shard_bytes": size, "config_dir": options.config}
+    if options.merge:
+        base = options.merge if isinstance(options.merge, str) else None
+        dtype = merge_to_hf(checkpoint, out, base=base, **given)
+    else:
+        dtype = dcp_to_hf(checkpoint, out, **given)
     show(f"{out}: written in {dtype}")
     missing = [] if is_remote(out) else code_files(out)[1]
     if missing:  # of checkpoints that were saved before their code was copied

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from fsdp2kit import status
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
 from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, describe_resumed
 from fsdp2kit.checkpoint.manifest import (
@@ -376,7 +377,7 @@ class Checkpoints:
         """
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
-            parts_dir = self.environment.get("carried", {}).get("directory")
+            parts_dir = self.environment.get(parts.RECORD, {}).get("directory")
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
         except Stopped:  # on all ranks
             self.left_an_export = True

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.carried import carried_record
+from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
@@ -83,7 +83,7 @@ def write_weights(
     out, config_dir = Path(out).absolute(), Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    carried = {"carried": carried_record(config_dir)} if weights_of(model).whole is not None else {}
+    beside = {parts.RECORD: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)
@@ -104,7 +104,7 @@ def write_weights(
         (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
         progress, tied = asdict(Progress()), weights_of(model).ties
         manifest = Manifest(
-            0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
+            0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=beside
         )
         write_manifest(staging, manifest)
         staging.rename(out)

@@ -37,8 +37,7 @@ from fsdp2kit.distributed import host_of, local_part
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import open_regular
 from fsdp2kit.torch_compat import FsspecReader
-
-BLOCK_BYTES = 1 << 24
+from fsdp2kit.weights.transfer import BLOCK_BYTES, in_blocks
 
 # Dataclasses and enums of these modules only hold data; nothing else that they define may be named by a pickle.
 DATA_MODULES = (
@@ -190,24 +189,35 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def in_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The elements of a tensor in order, as flat tensors of at most 16 MiB."""
-    return tensor.reshape(-1).split(BLOCK_BYTES // tensor.dtype.itemsize)
+@contextlib.contextmanager
+def open_checkpoint(checkpoint: Path, keys: Mapping[str, str]) -> Iterator[StoredTensors]:
+    """A reader of a checkpoint's tensors by their names in the model.
+
+    Args:
+        keys: name in the model → key in the checkpoint.
+    """
+    yield StoredTensors(SafeReader(checkpoint), keys)
 
 
 class StoredTensors:
-    """Reads the tensors of the checkpoint that `reader` reads; keys are those of ``reader.stored_tensors()``."""
+    """Reads the tensors of the checkpoint that `reader` reads.
 
-    def __init__(self, reader: SafeReader) -> None:
+    Args:
+        names: name → key of ``reader.stored_tensors()``. Default: tensors are asked for by their keys.
+    """
+
+    def __init__(self, reader: SafeReader, names: Mapping[str, str] | None = None) -> None:
         self._reader = reader
+        self._names = names or {}
         self._stored = reader.stored_tensors()
         self.keys = self._stored.keys()
 
-    def blocks(self, key: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[Tensor]:
         """The elements of a tensor in order, as flat tensors of at most 16 MiB.
 
         A block is valid until the next is asked for. Only a tensor whose pieces are no ranges of rows is held whole.
         """
+        key = self._names.get(name, name)
         dtype = self._stored[key].properties.dtype
         pieces = self._row_ranges(key)
         if pieces is None:
@@ -221,13 +231,14 @@ class StoredTensors:
                     piece.fill(block, stream)
                     yield block.view(dtype)
 
-    def read(self, key: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """A whole tensor."""
+        key = self._names.get(name, name)
         stored = self._stored[key]
         if self._row_ranges(key) is None:
             return self._assembled(key)
         whole, start = torch.empty(stored.size, dtype=stored.properties.dtype), 0
-        for block in self.blocks(key):
+        for block in self.blocks(name):
             whole.view(-1)[start : start + len(block)] = block
             start += len(block)
         return whole

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
-from fsdp2kit.checkpoint.carried import carried_record
+from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
@@ -84,9 +84,9 @@ def build_checkpoints(
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
         kept = _kept_in_float32(model) if adapter is None else {}
-        carried: dict[str, Any] = {}
+        beside: dict[str, Any] = {}
         if source.whole is not None and source.directory is not None:
-            carried["carried"] = carried_record(source.directory)
+            beside[parts.RECORD] = parts.parts_record(source.directory)
         if rank() == 0:
             assets.prepare()
     check_alike(identity)
@@ -103,7 +103,7 @@ def build_checkpoints(
         optimizer,
         identity=identity,
         write_assets=assets.write,
-        environment={**job.environment, **recorded, **carried},
+        environment={**job.environment, **recorded, **beside},
         source_dtype=source.dtype,
         kept_in_float32=kept,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2kit.checkpoint.carried import carried_bytes
+from fsdp2kit.weights.parts import parts_bytes
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
@@ -129,7 +129,7 @@ def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) 
     item_bytes = 0 if trained is None else trained.element_size()
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=item_bytes))
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize + carried_bytes(model)
+    return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize + parts_bytes(model)
 
 
 def _free(directory: Path) -> int:

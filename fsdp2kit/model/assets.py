@@ -242,41 +242,4 @@ def config_digest(config: PretrainedConfig) -> str:
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 """Bytes of each end of a file, of a sample of a tensor, and how many samples."""
-
-
-def weights_digest(place: str | Path) -> str:
-    """Two digests of a safetensors file, or of a directory's: of sizes, headers and last bytes, and of samples of each
-    tensor.
-
-    They do not depend on the directory's path. Reading the files whole would take minutes.
-    """
-    edges, samples, place = hashlib.sha256(), hashlib.sha256(), Path(place)
-    for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
-        if not path.is_file():
-            raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            edges.update(f"{path.name} {size}".encode())
-            edges.update(file.read(_EDGE))
-            file.seek(max(0, size - _EDGE))
-            edges.update(file.read(_EDGE))
-            for start, end in _tensor_bytes(file):
-                last = max(start, end - _SAMPLE)
-                for number in range(_SAMPLES):
-                    file.seek(start + (last - start) * number // (_SAMPLES - 1))
-                    samples.update(file.read(min(_SAMPLE, end - start)))
-    return f"{edges.hexdigest()[:16]} {samples.hexdigest()[:16]}"
-
-
-def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and ends; empty for a damaged file, which loading reports."""
-    file.seek(0)
-    try:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        places = sorted(value["data_offsets"] for name, value in header.items() if name != "__metadata__")
-        return [(8 + length + start, 8 + length + end) for start, end in places]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
-        return []

@@ -7,7 +7,7 @@ pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are merged, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
 from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, local_slices
-from fsdp2kit.weights.adapters import ADAPTER, base_name, merged_weight
-from fsdp2kit.weights.conversion import conversion_groups, to_file_names
+from fsdp2kit.weights.adapters import ADAPTER, Adapter, base_name, merged_weight
+from fsdp2kit.weights.entries import WeightEntry, entries
 from fsdp2kit.weights.modules import build_skeleton
 from fsdp2kit.weights.record import weights_of
 
@@ -108,12 +108,10 @@ class _Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Tensors that transformers converts together."""
+    """What the model has of an entry."""
 
     weights: tuple[_Weight, ...]
-    skeleton: Any
-    file_name: str | None
-    """Its name in a file, if that is all that differs there."""
+    entry: WeightEntry
 
     @property
     def changes(self) -> bool:
@@ -125,11 +123,11 @@ class _Group:
 
     def entries(self, data: Tensor, offsets: Sequence[int]) -> list[Entry]:
         """Convert the tensors within ``data``, where they begin at ``offsets``."""
-        if self.file_name is not None:
+        if self.entry.convert is None:
             (weight,), (offset,) = self.weights, offsets
-            return [Entry(self.file_name, tuple(weight.tensor.shape), weight.dtype, offset)]
+            return [Entry(next(iter(self.entry.forms)), tuple(weight.tensor.shape), weight.dtype, offset)]
         found = {one.name: one.within(data, offset) for one, offset in zip(self.weights, offsets, strict=True)}
-        names, tensors = zip(*to_file_names(self.skeleton, found).items(), strict=True)
+        names, tensors = zip(*self.entry.convert(found).items(), strict=True)
         views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
         if all(views) and all(tensor.is_contiguous() for tensor in tensors):
             places = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
@@ -144,7 +142,8 @@ class _Group:
 
 def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
     """All tensors of a model, in groups that transformers converts together; the same on every rank."""
-    skeleton, adapter = build_skeleton(model), weights_of(model).adapter
+    skeleton = build_skeleton(model)
+    adapter = weights_of(model).adapter
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -152,23 +151,26 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         # A module that an adapter trains whole is there twice: the trained copy counts.
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
-    weights: dict[str, _Weight] = {}
-    tied, dtypes = weights_of(model).ties, weights_of(model).dtypes(dtype)
-    for name in (name for name in skeleton.state_dict() if name not in tied):
-        tensor = found[name]
-        layer, _, leaf = name.rpartition(".")
-        parts: tuple[Tensor, ...] = ()
-        if adapter is not None and layer in adapter.layers and leaf == "weight":
-            keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
-            parts = tuple(parameters[key] for key in keys if key in parameters)
-        sent_as = dtypes.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
-        weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
-    metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    ties = weights_of(model).ties
+    tensors = {name: found[name] for name in skeleton.state_dict() if name not in ties}
     groups = []
-    for names, forms, is_copied in conversion_groups(skeleton, metas):
-        file_name = next(iter(forms)) if is_copied else None
-        groups.append(_Group(tuple(weights[name] for name in names), skeleton, file_name))
+    for entry in entries(skeleton, tensors, dtype):
+        weights = []
+        for name, meta in entry.tensors.items():
+            parts = _adapter_parts(name, adapter, parameters)
+            layer = model.get_submodule(name.rpartition(".")[0]) if parts else None
+            weights.append(_Weight(name, tensors[name], meta.dtype, layer, parts))
+        groups.append(_Group(tuple(weights), entry))
     return groups
+
+
+def _adapter_parts(name: str, adapter: Adapter | None, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, ...]:
+    """The parameters of the adapter that is merged into a tensor, as `merged_weight` takes them."""
+    layer, _, leaf = name.rpartition(".")
+    if adapter is None or layer not in adapter.layers or leaf != "weight":
+        return ()
+    keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
+    return tuple(parameters[key] for key in keys if key in parameters)
 
 
 def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]) -> None:

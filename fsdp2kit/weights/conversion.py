@@ -149,63 +149,6 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
     return revert_weight_conversion(model, dict(tensors))
 
 
-class ConversionGroup(NamedTuple):
-    """Tensors that can be converted by themselves."""
-
-    names: list[str]
-    """The model's."""
-    forms: dict[str, Tensor]
-    """What they become, meta tensors by the files' names."""
-    is_copied: bool
-    """Whether it is one tensor that is at most renamed."""
-
-
-def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> list[ConversionGroup]:
-    """The finest of three groupings of ``tensors`` that converts to the same names and shapes as all of them at once.
-
-    Tried in turn are every tensor by itself, the tensors of one module, and those of one decoder layer.
-
-    Args:
-        model: as for `to_file_names`.
-        tensors: meta tensors by the model's names.
-    """
-    expected = _shapes(to_file_names(model, tensors))
-    for group_of in (str, _module_of, _layer_of):
-        names_of: dict[str, list[str]] = {}
-        for name in tensors:
-            names_of.setdefault(group_of(name), []).append(name)
-        try:
-            groups = [_convert(model, {name: tensors[name] for name in names}) for names in names_of.values()]
-        except Exception:  # a conversion of an incomplete group may raise anything; try larger groups
-            continue
-        if expected == {name: shape for group in groups for name, shape in _shapes(group.forms).items()}:
-            return groups
-    kind = type(model).__name__
-    what = f"the export of {kind} is not supported yet: its tensors cannot be converted a decoder layer at a time"
-    raise UserError("export", what, f"load the checkpoint into a {kind} and call save_pretrained")
-
-
-def _convert(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> ConversionGroup:
-    forms = to_file_names(model, tensors)
-    # transformers returns the same tensor where it only renames it.
-    is_copied = len(tensors) == len(forms) == 1 and next(iter(tensors.values())) is next(iter(forms.values()))
-    return ConversionGroup(list(tensors), forms, is_copied)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0].rpartition(".")[0]
-
-
-def _layer_of(name: str) -> str:
-    parts = name.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: number + 1])
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key in which expert 10 follows expert 9; converters stack pieces in this order."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

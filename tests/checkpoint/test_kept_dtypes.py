@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import read_manifest
@@ -92,7 +93,7 @@ def test_a_merge_keeps_them(tmp_path: Path) -> None:
     tensors = {f"model.{name.removeprefix('base_model.model.')}": tensor for name, tensor in trained.items()}
     dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
     shutil.copy(tmp_path / kind / "config.json", adapter)
-    dcp_to_hf(tmp_path / "dcp", tmp_path / "merged", config_dir=adapter, merge=True, dtype="bfloat16")
+    merge_to_hf(tmp_path / "dcp", tmp_path / "merged", config_dir=adapter, dtype="bfloat16")
 
     model.merge_and_unload().save_pretrained(tmp_path / "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)

@@ -23,7 +23,8 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
-from fsdp2kit.weights.conversion import conversion_groups, find_sources, to_file_names
+from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
@@ -134,10 +135,10 @@ def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_pa
     model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_config(kind))
     model.save_pretrained(tmp_path)
     tensors = {name: t for name, t in model.state_dict().items() if name not in weights_of(model).ties}
-    groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
+    groups = grouped_entries(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
     for group in groups:
-        stored |= to_file_names(model, {name: tensors[name] for name in group.names})
+        stored |= to_file_names(model, {name: tensors[name] for name in group.tensors})
     _assert_equal(stored, load_file(tmp_path / "model.safetensors"))
 
     sources, unexpected = find_sources(model, stored)
