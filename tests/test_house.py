@@ -21,66 +21,32 @@ FACE = PACKAGE / "__init__.py"  # names everything, and imports it when it is us
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
     "errors": 0,
-    "redaction": 0,
-    "command_line": 0,
     "files": 0,
-    "distributed": 0,
-    "torchrun": 0,
-    "torch_compat": 0,
-    "progress": 0,
-    "profile_request": 0,
     "console": 0,
-    "status": 0,
-    "stop": 0,
-    "launcher": 0,
-    "events": 0,
-    "tracebacks": 0,
-    "diagnosis": 0,
-    "failures": 0,
+    "torch_compat": 0,
     "config": 1,
-    "weights": 2,
-    "model": 3,
-    "hosts": 3,
-    "parallel": 4,
-    "data": 4,
-    "optim": 4,
-    "job": 5,
-    "planner": 5,
-    "checkpoint": 5,
-    "train": 6,
-    "objectives": 6,
-    "rl": 7,
-    "parity": 7,
-    "overlap": 7,
-    "report": 7,
-    "migrate": 7,
-    "check": 8,
-    "models_table": 8,
-    "bench": 8,
-    "starter": 8,
-    "recipes": 9,
-    "tools": 9,
-    "__main__": 10,
+    "job": 2,
+    "weights": 3,
+    "model": 4,
+    "parallel": 5,
+    "data": 5,
+    "optim": 5,
+    "checkpoint": 6,
+    "planner": 7,
+    "train": 8,
+    "objectives": 8,
+    "rl": 9,
+    "parity": 9,
+    "overlap": 9,
+    "report": 9,
+    "migrate": 9,
+    "bench": 10,
+    "starter": 10,
+    "recipes": 11,
+    "tools": 11,
+    "__main__": 12,
 }
-TOP_FILES = {
-    "errors",
-    "redaction",
-    "command_line",
-    "files",
-    "distributed",
-    "torchrun",
-    "torch_compat",
-    "progress",
-    "profile_request",
-    "console",
-    "status",
-    "stop",
-    "launcher",
-    "events",
-    "tracebacks",
-    "diagnosis",
-    "failures",
-}
+LOWEST = {"errors", "files", "console", "torch_compat"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
 
 
@@ -125,10 +91,10 @@ def test_imports_run_one_way() -> None:
             continue
         room = room_of(path)
         for other in imported_rooms(path):
-            if room is None:  # of what runs a recipe, `check` is imported only when it is asked for
-                is_right = path.name == "run.py" and (RANKS[other] <= RANKS["config"] or other == "check")
-            elif room in TOP_FILES:
-                is_right = other in TOP_FILES
+            if room is None:  # of what runs a recipe, `planner.check` is imported only when it is asked for
+                is_right = path.name == "run.py" and (RANKS[other] <= RANKS["job"] or other == "planner")
+            elif room in LOWEST:
+                is_right = other in LOWEST
             else:
                 is_right = other == room or RANKS[other] < RANKS[room]
             if not is_right:

@@ -12,10 +12,10 @@ from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.merge import merge_to_hf
-from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.checkpoint.store import check_writable
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.weights.adapters import CONFIG_NAME
 

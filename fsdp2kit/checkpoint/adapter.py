@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from fsdp2kit.checkpoint.manifest import Manifest
-from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
 from fsdp2kit.checkpoint.staging import RECORD
-from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
+from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.model.adapters import inject, read_adapter_config
-from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.redaction import without_secrets
-from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, base_name, merge_experts, merged_weight
-from fsdp2kit.weights.experts import UP, find_experts
-from fsdp2kit.weights.load import StoredTensor
+from fsdp2kit.weights.adapters import CONFIG_NAME
+from fsdp2kit.weights.experts import find_experts
 
 
 def holds_adapter(config_dir: Path) -> bool:

@@ -21,10 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from fsdp2kit import status
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
 from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, describe_resumed
 from fsdp2kit.checkpoint.manifest import (
@@ -46,14 +44,17 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
+from fsdp2kit.checkpoint.store import check_writable, fill, in_use, open_store
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
-from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import Events
-from fsdp2kit.progress import Progress
-from fsdp2kit.stop import Stopped
+from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
+from fsdp2kit.job.events import Events
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.stop import Stopped
+from fsdp2kit.weights import parts
 from fsdp2kit.weights.record import weights_of
 
 logger = logging.getLogger(__name__)

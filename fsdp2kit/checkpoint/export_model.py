@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit import distributed
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, exporting, into_files
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
+from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.console import progress_bar, say
-from fsdp2kit.distributed import agree, agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import agree, agreement
 from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.weights.adapters import WEIGHTS_NAME

@@ -14,19 +14,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
-from fsdp2kit.checkpoint.store import on_disk, to_path
+from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sync
+from fsdp2kit.files.local import sync
+from fsdp2kit.files.remote import to_path
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.text_part import load_whole, text_config_of
-from fsdp2kit.progress import Progress
+from fsdp2kit.weights import parts
 from fsdp2kit.weights.load import StoredTensor, open_pretrained
 from fsdp2kit.weights.modules import cast_model
 from fsdp2kit.weights.record import weights_of

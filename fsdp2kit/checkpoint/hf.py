@@ -22,22 +22,23 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit import distributed, stop
 from fsdp2kit.checkpoint.adapter import holds_adapter, names_experts
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, open_checkpoint
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
-from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, on_disk
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import read_json_object, replace_file, sha256
+from fsdp2kit.files.local import read_json_object, replace_file, sha256
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.job import distributed, stop
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import config_text, dtype_of, with_dtype
-from fsdp2kit.redaction import cleaned
 from fsdp2kit.weights.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.weights.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.weights.entries import WeightEntry, adapter_entries, entries
@@ -133,8 +134,8 @@ def dcp_to_hf(
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
     A checkpoint of adapters becomes a directory as peft writes it; `fsdp2kit.checkpoint.merge.merge_to_hf` gives a
-    model's. A rank holds a block of 16 MiB in memory, or a whole tensor where its pieces are no ranges of rows or where
-    transformers stores the model in other pieces than it runs it (fused experts).
+    model's. A rank holds a block of 16 MiB in memory, or a whole tensor where its pieces are no ranges of rows or
+    where transformers stores the model in other pieces than it runs it (fused experts).
 
     Args:
         checkpoint: a directory, or a URL that fsspec knows.
@@ -359,7 +360,8 @@ def begin_export(plan: ExportPlan) -> None:
 
 def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
     """Write every `world_size`-th file of the plan, beginning with number `rank`, into the staging directory."""
-    assert plan.checkpoint is not None and plan.reader is not None, "a model in memory is written by `export_model`"
+    assert plan.checkpoint is not None, "a model in memory is written by `export_model`"
+    assert plan.reader is not None
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as checked:
         if check and plan.manifest is not None:
             share = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)

@@ -30,9 +30,9 @@ from fsdp2kit.checkpoint.hf import (
 from fsdp2kit.checkpoint.manifest import Manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
-from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.model.adapters import inject, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.build import model_on_meta

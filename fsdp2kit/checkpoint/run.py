@@ -14,22 +14,22 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
-from fsdp2kit.weights import parts
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
-from fsdp2kit.distributed import agreement, rank
-from fsdp2kit.events import Events
+from fsdp2kit.job.distributed import agreement, rank
+from fsdp2kit.job.events import Events
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
+from fsdp2kit.weights import parts
 from fsdp2kit.weights.record import own_class, source_of, weights_of
 
 
 class RunJob(Protocol):
-    """What a run's checkpoints need of its job (`fsdp2kit.job.Job`): versions, mesh, …, kept with each of them."""
+    """What a run's checkpoints need of its job (`fsdp2kit.job.start.Job`): versions, mesh, …, kept with each."""
 
     @property
     def environment(self) -> Mapping[str, Any]: ...

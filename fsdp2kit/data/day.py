@@ -14,8 +14,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fsdp2kit.distributed import gather_objects
-from fsdp2kit.events import began
+from fsdp2kit.job.distributed import gather_objects
+from fsdp2kit.job.events import began
 from fsdp2kit.model.tokenizer import notes_of
 
 _FUNCTION = "strftime_now"  # transformers' name of it

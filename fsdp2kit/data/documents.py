@@ -16,8 +16,8 @@ from fsdp2kit.data.formats import answers_per_row
 from fsdp2kit.data.tables import TokenTable, read_tokens
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import NO_ENDING
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
 from fsdp2kit.model.expert_adapters import ALL_EXPERTS, matched_parameters, replace_forward, target_parameters
 from fsdp2kit.weights.adapter_files import stored_leaves
 from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, PATTERNS, Adapter, base_name

@@ -10,13 +10,13 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import load_json, todo_of_cache
+from fsdp2kit.files.local import load_json, todo_of_cache
+from fsdp2kit.job.distributed import one_per_machine_first
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope
 from fsdp2kit.model.tokenizer_files import save_tokenizer, tokenizer_files

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import orthogonalize, orthogonalize_each
 from fsdp2kit.weights.experts import DOWN, UP
 from fsdp2kit.weights.record import weights_of

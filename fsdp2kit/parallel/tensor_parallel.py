@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed import utils as transformers_meshes
 
-from fsdp2kit.distributed import world_size
 from fsdp2kit.errors import UserError
-from fsdp2kit.parallel.mesh import device_mesh
+from fsdp2kit.job.distributed import world_size
+from fsdp2kit.job.mesh import device_mesh
 from fsdp2kit.weights.record import weights_of
 
 

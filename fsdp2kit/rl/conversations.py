@@ -24,8 +24,8 @@ from fsdp2kit.data.contents import Content
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.special import SpecialTokens, special_tokens
 from fsdp2kit.data.tokens import Prompt, encode_text
-from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
 from fsdp2kit.rl.engine import Conversation, Engine, Request, Response
 from fsdp2kit.rl.environments import Environments

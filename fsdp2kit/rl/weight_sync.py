@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2kit import stop
-from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import stop
+from fsdp2kit.job.distributed import agree, agreement, gather_objects, local_part
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
-from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, local_slices
 from fsdp2kit.weights.adapters import ADAPTER, Adapter, base_name, merged_weight
 from fsdp2kit.weights.entries import WeightEntry, entries

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part, sharded_like
 from fsdp2kit.weights.adapter_files import adapter_files, from_adapter_files
 from fsdp2kit.weights.adapters import ADAPTER, WEIGHTS_NAME, adapter_file_name, is_of_adapter
 from fsdp2kit.weights.modules import PackedModule, base_module, build_skeleton

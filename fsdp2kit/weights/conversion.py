@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from fsdp2kit.errors import UserError
 from fsdp2kit.weights.modules import build_skeleton
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.whole import Whole

@@ -1,7 +1,7 @@
-"""What a model's files hold: each stored tensor's name, form and origin. One list, which everything that writes goes by.
+"""What a model's files hold: each stored tensor's name, its form, and what it is made of.
 
-`entries` gives a model's, `adapter_entries` those of an adapter. A checkpoint's export, a model's in memory and an engine
-that is sent weights have the same.
+`entries` lists a model's, `adapter_entries` an adapter's. An export from a checkpoint, one from memory and an engine that
+is sent weights go by the same list.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def entries(
         tensors: the model's by name, a tied one once; on any device.
         dtype: of floating-point tensors, but for those that transformers keeps in float32.
         kept: the names of these, where ``model`` is None.
-        parts: the directory with the parts beside a model that is a text part. Their tensors are entries, too, and the
-            model's keep the names and, unless another dtype than their usual one is asked for, the dtypes of its files.
+        parts: the directory with the parts beside a model that is a text part. Their tensors are entries, too. The
+            model's keep the names of its files, and their dtypes unless another than the usual one is asked for.
 
     Raises:
         UserError: transformers cannot convert the architecture a decoder layer at a time; the files of ``parts`` have

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit.distributed import sharded_like
+from fsdp2kit.job.distributed import sharded_like
 from fsdp2kit.weights.entries import WeightEntry
 from fsdp2kit.weights.transfer import in_blocks
 

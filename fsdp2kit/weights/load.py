@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.weights.adapter_values import fill_adapter
 from fsdp2kit.weights.conversion import Source, find_sources
 from fsdp2kit.weights.modules import base_tensors, build_skeleton, packed_weights

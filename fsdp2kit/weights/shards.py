@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import local_slices
 from fsdp2kit.weights.record import weights_of
 

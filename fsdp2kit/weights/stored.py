@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import is_plain_name, read_json_object
-from fsdp2kit.weights.conversion import find_others, find_sources
+from fsdp2kit.files.local import is_plain_name, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4

@@ -1,8 +1,8 @@
 """From a reader to a sink, an entry at a time and a block at a time.
 
-Readers have a model's tensors: a checkpoint's (`fsdp2kit.checkpoint.reader`), the same with an adapter merged
-(`fsdp2kit.checkpoint.adapter`), or those in the memory of all ranks (`fsdp2kit.weights.gathered`). Sinks take what files
-hold: `fsdp2kit.weights.safetensors_file` is one.
+Readers have a model's tensors: a checkpoint's (`fsdp2kit.checkpoint.reader`), a model's files with a checkpoint's adapter
+merged in (`fsdp2kit.checkpoint.merge`), or those in the memory of all ranks (`fsdp2kit.weights.gathered`). A sink takes
+what files hold, as `fsdp2kit.weights.safetensors_file` does.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.weights.record import ModelSource, weights_of
 from tests.checkpoint import jobs

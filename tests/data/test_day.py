@@ -14,7 +14,7 @@ from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.day import day_of, settle_day
 from fsdp2kit.data.template import Template
-from fsdp2kit.events import began
+from fsdp2kit.job.events import began
 from tests.data import templates
 from tests.data.families import SINGLE
 from tests.data.templates import make_tokenizer

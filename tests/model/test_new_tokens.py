@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from fsdp2kit.check import check_offline
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.state import fill_weights
@@ -29,6 +28,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
+from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
 from fsdp2kit.weights import shards
 from fsdp2kit.weights.record import source_of

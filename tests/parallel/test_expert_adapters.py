@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from fsdp2kit.checkpoint.merge import merge_to_hf
-from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
