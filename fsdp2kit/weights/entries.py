@@ -1,7 +1,7 @@
 """What a model's files hold: each stored tensor's name, its form, and what it is made of.
 
-`entries` lists a model's, `adapter_entries` an adapter's. An export from a checkpoint, one from memory and an engine that
-is sent weights go by the same list.
+`entries` lists a model's, `adapter_entries` an adapter's. An export from a checkpoint, one from memory and a sync to an
+engine go by the same list.
 """
 
 from __future__ import annotations

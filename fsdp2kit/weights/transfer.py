@@ -1,8 +1,8 @@
 """From a reader to a sink, an entry at a time and a block at a time.
 
-Readers have a model's tensors: a checkpoint's (`fsdp2kit.checkpoint.reader`), a model's files with a checkpoint's adapter
-merged in (`fsdp2kit.checkpoint.merge`), or those in the memory of all ranks (`fsdp2kit.weights.gathered`). A sink takes
-what files hold, as `fsdp2kit.weights.safetensors_file` does.
+A reader has a model's tensors: those of a checkpoint (`fsdp2kit.checkpoint.reader`), of a model's files with an adapter
+merged in (`fsdp2kit.checkpoint.merge`), or in the memory of all ranks (`fsdp2kit.weights.gathered`). A sink takes what
+files hold, as `fsdp2kit.weights.safetensors_file` does.
 """
 
 from __future__ import annotations
