@@ -72,7 +72,6 @@ class Checkpoints:
             Called on rank 0 alone, so it must not contain a collective.
         environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
         source_dtype: dtype of an export where ``checkpoint.export_dtype`` names none.
-        kept_in_float32: as in the manifest.
         read: directories that the run reads models from, which an export must not replace.
         notes: what an export has that its source lacks, a line each.
         can_answer: whether an export has a tokenizer.
@@ -91,7 +90,6 @@ class Checkpoints:
         write_assets: Callable[[Path], None],
         environment: dict[str, Any] | None = None,
         source_dtype: str | None = None,
-        kept_in_float32: dict[str, list[str]] | None = None,
         read: Iterable[Path | None] = (),
         notes: Sequence[str] = (),
         can_answer: bool = False,
@@ -123,7 +121,9 @@ class Checkpoints:
         """The checkpoint that the export was made from."""
         self.left_an_export = False
         """Whether the last export was left, because the run is asked to stop."""
-        self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
+        self._write_assets = write_assets
+        self._tell = tell
+        self._kept_in_float32 = weights_of(model).untold_in_float32(model.state_dict())
         self._tied = weights_of(model).ties
         self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
@@ -378,7 +378,8 @@ class Checkpoints:
         """
         out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
-            parts_dir = self.environment.get(parts.RECORD, {}).get("directory")
+            recorded = self.environment.get(parts.RECORD, {}).get("directory")
+            parts_dir = Path(recorded) if recorded else None
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
         except Stopped:  # on all ranks
             self.left_an_export = True

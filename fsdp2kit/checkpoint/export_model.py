@@ -111,14 +111,14 @@ def _plan(
     dtype = dtype or source.dtype
     check_dtype(dtype)
     directory = ExportDirectory(out.absolute())
-    adapter, whole = weights_of(model).adapter, weights_of(model).whole
+    weights = weights_of(model)
+    adapter = weights.adapter
     directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
     skeleton = build_skeleton(model)
     if adapter is not None:
-        adapted = skeleton if adapter.expert_leaves else None
-        files = {WEIGHTS_NAME: adapter_entries(tensors, DTYPES[dtype], whole=whole, adapted=adapted)}
-        return ExportPlan(None, directory, config_dir, dtype, files, is_adapter=True)
-    parts = source.directory if whole is not None else None
+        found = adapter_entries(skeleton, tensors, DTYPES[dtype], one_by_one=bool(adapter.expert_leaves))
+        return ExportPlan(None, directory, config_dir, dtype, {WEIGHTS_NAME: found}, is_adapter=True)
+    parts = source.directory if weights.whole is not None else None
     files = into_files(entries(skeleton, tensors, DTYPES[dtype], parts=parts), max_shard_bytes)
     return ExportPlan(None, directory, config_dir, dtype, files, model=skeleton)
 

@@ -129,7 +129,7 @@ def dcp_to_hf(
     config_dir: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
     check: bool = True,
-    parts_dir: str | None = None,
+    parts_dir: str | Path | None = None,
 ) -> str:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
@@ -157,15 +157,16 @@ def dcp_to_hf(
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
     checkpoint = to_path(checkpoint)
-    with reading(checkpoint, config_dir, group) as config_dir:
+    given = to_path(config_dir) if config_dir else None
+    with reading(checkpoint, given, group) as own_config_dir:
         with agreement(group):
             plan = plan_export(
                 checkpoint,
-                out,
+                to_path(out),
                 dtype=dtype,
                 max_shard_bytes=max_shard_bytes,
-                config_dir=config_dir,
-                parts_dir=parts_dir,
+                config_dir=own_config_dir,
+                parts_dir=to_path(parts_dir) if parts_dir else None,
             )
         run_export(plan, group, check=check)
     return plan.describe_dtype()
@@ -173,8 +174,8 @@ def dcp_to_hf(
 
 @contextlib.contextmanager
 def reading(
-    checkpoint: Path, config_dir: str | Path | None, group: dist.ProcessGroup | None = None
-) -> Iterator[str | Path | None]:
+    checkpoint: Path, config_dir: Path | None, group: dist.ProcessGroup | None = None
+) -> Iterator[Path | None]:
     """Keep a checkpoint while it is read, and have its config and assets on a disk. Collective.
 
     Yields:
@@ -201,7 +202,7 @@ def ensure_export(
     out: str | Path,
     dtype: str,
     check: bool = False,
-    parts_dir: str | None = None,
+    parts_dir: Path | None = None,
 ) -> bool:
     """Export a checkpoint as `dcp_to_hf` does, unless ``out`` holds that export; returns whether it did. Collective.
 
@@ -209,56 +210,60 @@ def ensure_export(
         check: as in `dcp_to_hf`; not needed for a checkpoint that was just written, or checked for a resume.
         parts_dir: as in `dcp_to_hf`.
     """
-    checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
+    checkpoint = to_path(checkpoint)
+    directory = ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
     with agreement(group):
         if distributed.rank() == 0:
-            record, digest = directory.record(), _manifest_digest(checkpoint)
+            record = directory.record()
+            digest = _manifest_digest(checkpoint)
             if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
                 stale = not directory.is_whole()
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
-        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check, parts_dir=parts_dir)
+        with reading(checkpoint, None, group) as config_dir:
+            with agreement(group):
+                plan = plan_export(checkpoint, directory.path, dtype=dtype, config_dir=config_dir, parts_dir=parts_dir)
+            run_export(plan, group, check=check)
     return stale
 
 
 def plan_export(
-    checkpoint: str | Path,
-    out: str | Path,
+    checkpoint: Path,
+    out: Path,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    config_dir: str | Path | None = None,
-    parts_dir: str | None = None,
+    config_dir: Path | None = None,
+    parts_dir: Path | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing."""
-    checkpoint = to_path(checkpoint)
-    directory = ExportDirectory(to_path(out).absolute())
+    directory = ExportDirectory(out.absolute())
     manifest, config_dir = read_source(checkpoint, config_dir)
+    dtype_from = "as asked for"
+    if dtype is None and manifest is not None:
+        dtype = manifest.export_dtype
+        dtype_from = "which the checkpoint names for its exports"
     if dtype is None:
-        dtype, dtype_from = "float32", "since the checkpoint names no dtype for its exports"
-        if manifest is not None and manifest.export_dtype is not None:
-            dtype, dtype_from = manifest.export_dtype, "which the checkpoint names for its exports"
-    else:
-        dtype_from = "as asked for"
+        dtype = "float32"
+        dtype_from = "since the checkpoint names no dtype for its exports"
     check_dtype(dtype)
+    is_adapter = holds_adapter(config_dir)
     model = model_on_meta(config_dir)
-    if holds_adapter(config_dir):
-        directory.check_replaceable()
-        keys, tensors = _stored(checkpoint, None)
-        adapted = model if names_experts(config_dir) else None
-        whole = None if model is None else weights_of(model).whole
-        files = {ADAPTER_WEIGHTS: adapter_entries(tensors, DTYPES[dtype], whole=whole, adapted=adapted)}
-        model = None
-    else:
+    if model is None and manifest is None and not is_adapter:
+        what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
+        raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
+    parts = None
+    if not is_adapter:
         environment = manifest.environment if manifest else {}
-        parts = find_parts(model, checkpoint, environment, to_path(parts_dir) if parts_dir else config_dir)
-        if model is None and manifest is None:
-            what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
-            raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
-        directory.check_replaceable(read=[parts])
-        keys, tensors = _stored(checkpoint, model)
+        parts = find_parts(model, checkpoint, environment, parts_dir or config_dir)
+    directory.check_replaceable(read=[parts])
+    keys, tensors = _stored(checkpoint, None if is_adapter else model)
+    if is_adapter:
+        found = adapter_entries(model, tensors, DTYPES[dtype], one_by_one=names_experts(config_dir))
+        files = {ADAPTER_WEIGHTS: found}
+    else:
         kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
         files = into_files(entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts), max_shard_bytes)
     return ExportPlan(
@@ -268,14 +273,14 @@ def plan_export(
         dtype,
         files,
         manifest,
-        model,
-        is_adapter=holds_adapter(config_dir),
+        None if is_adapter else model,
+        is_adapter=is_adapter,
         reader=partial(open_checkpoint, checkpoint, keys),
         dtype_from=dtype_from,
     )
 
 
-def read_source(checkpoint: Path, config_dir: str | Path | None) -> tuple[Manifest | None, Path]:
+def read_source(checkpoint: Path, config_dir: Path | None) -> tuple[Manifest | None, Path]:
     """The manifest of a checkpoint whose files have their sizes, if it has one; and where its config and assets are.
 
     Args:
@@ -287,7 +292,7 @@ def read_source(checkpoint: Path, config_dir: str | Path | None) -> tuple[Manife
         check_sizes(checkpoint, manifest)
     elif config_dir is None:
         raise no_manifest(checkpoint, "give a complete checkpoint, or for one written by torch alone --config HF_DIR")
-    return manifest, to_path(config_dir) if config_dir else checkpoint / "hf"
+    return manifest, config_dir or checkpoint / "hf"
 
 
 def _stored(checkpoint: Path, model: PreTrainedModel | None) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -70,26 +70,31 @@ def merge_to_hf(
         UserError: the checkpoint holds no adapter, or the model is another one; else as `dcp_to_hf`.
     """
     checkpoint = to_path(checkpoint)
-    with reading(checkpoint, config_dir) as config_dir:
+    given = to_path(config_dir) if config_dir else None
+    with reading(checkpoint, given) as own_config_dir:
         plan = plan_merge(
-            checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, base=base
+            checkpoint,
+            to_path(out),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            config_dir=own_config_dir,
+            base=base,
         )
         run_export(plan)
     return plan.describe_dtype()
 
 
 def plan_merge(
-    checkpoint: str | Path,
-    out: str | Path,
+    checkpoint: Path,
+    out: Path,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    config_dir: str | Path | None = None,
+    config_dir: Path | None = None,
     base: str | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `merge_to_hf`. Reads metadata only, and writes nothing."""
-    checkpoint = to_path(checkpoint)
-    directory = ExportDirectory(to_path(out).absolute())
+    directory = ExportDirectory(out.absolute())
     manifest, config_dir = read_source(checkpoint, config_dir)
     if not holds_adapter(config_dir):
         raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")

@@ -8,14 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import transformers
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
-from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
@@ -83,7 +80,6 @@ def build_checkpoints(
         identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, models=models)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
-        kept = _kept_in_float32(model) if adapter is None else {}
         beside: dict[str, Any] = {}
         if source.whole is not None and source.directory is not None:
             beside[parts.RECORD] = parts.parts_record(source.directory)
@@ -105,7 +101,6 @@ def build_checkpoints(
         write_assets=assets.write,
         environment={**job.environment, **recorded, **beside},
         source_dtype=source.dtype,
-        kept_in_float32=kept,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],
         notes=notes,
         can_answer=tokenizer is not None and not getattr(source.config, "auto_map", None),  # it runs no such code
@@ -120,16 +115,6 @@ def _stops(config: TrainingConfig, data: RunData, tokenizer: PreTrainedTokenizer
     if tokenizer is not None and formats & {*RENDERED}:  # a stream does not know how its documents end
         stops |= turn_ends(tokenizer)
     return stops
-
-
-def _kept_in_float32(model: PreTrainedModel) -> dict[str, list[str]]:
-    """As in the manifest: an export of a model that transformers itself does not know cannot ask its class."""
-    if hasattr(transformers, own_class(model).__name__):
-        return {}
-    narrow = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float32}
-    return {
-        name: sorted(weights_of(model).kept_in_float32(dtype, model.state_dict())) for name, dtype in narrow.items()
-    }
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,10 @@ from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.model.expert_adapters import ALL_EXPERTS, matched_parameters, replace_forward, target_parameters
 from fsdp2kit.weights.adapter_files import stored_leaves
-from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, PATTERNS, Adapter, base_name
+from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, Adapter, base_name, read_named_in_whole
 from fsdp2kit.weights.experts import find_experts
 from fsdp2kit.weights.modules import base_module
 from fsdp2kit.weights.record import find_ties, weights_of
-from fsdp2kit.weights.whole import Whole
 
 # Keys of an adapter_config.json whose values may differ from peft's defaults. Others (trained biases or tokens, …) are
 # refused: they would be trained, exported or merged as something else.
@@ -151,7 +150,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
     weights = weights_of(model)
     if weights.whole is not None:
-        _name_in_text_part(config, weights.whole)
+        read_named_in_whole(config, weights.whole)
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
@@ -174,41 +173,6 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     weights.ties = find_ties(model)  # peft's wrappers change names
     weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.whole)
     return weights.adapter
-
-
-def _name_in_text_part(config: Any, whole: Whole) -> None:
-    """Turn names of a whole's modules in peft's config into those of its text part, in place.
-
-    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
-    """
-    target, key = config.target_modules, "lora.target_modules"
-    if isinstance(target, str):
-        with contextlib.suppress(re.error):  # reported where the text part's names are matched
-            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
-            if outside := [name for name in found if whole.inner(name) is None]:
-                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
-                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
-            if found and target.lower() != "all-linear":
-                config.target_modules = {whole.inner(name) for name in found}
-    elif target:
-        config.target_modules = {whole.inner(name) or name for name in target}
-    if config.modules_to_save:
-        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
-    for field in PATTERNS:
-        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
-
-
-def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
-
-    peft takes the first key that matches the end of a name, as an expression.
-    """
-    found = {}
-    for name, _ in whole.model.named_modules() if pattern else ():
-        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
-        if key is not None and (inner := whole.inner(name)) is not None:
-            found[inner] = pattern[key]
-    return found
 
 
 def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ peft decides what an adapter is and computes; `fsdp2kit.model.adapters` builds i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2kit.errors import UserError
 from fsdp2kit.weights.whole import Whole
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER = "default"
 """peft's name for the one adapter of a model; it stands in the names of modules, and not in an adapter's file."""
-PATTERNS = ("rank_pattern", "alpha_pattern")
-"""The fields of peft's config that map names of modules to values."""
+_PATTERNS = ("rank_pattern", "alpha_pattern")  # fields of peft's config that map names of modules to values
 
 _OWN = re.compile(rf"\.lora_\w+\.{ADAPTER}(?=\.|$)")
 _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.)")
@@ -103,14 +104,12 @@ def _named_in_whole(values: Mapping[str, Any], layers: Iterable[str], whole: Who
     """The values of a text part's config, with the whole's names: each layer by its whole name there, since a short
     name or an expression might match another part's layers.
 
-    `fsdp2kit.model.adapters` reads such a config back.
-
     Args:
         layers: that have adapters, without experts, by their names in the text part.
     """
     ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
     saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
-    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in PATTERNS}
+    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
     chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
     return {
         **values,
@@ -119,6 +118,41 @@ def _named_in_whole(values: Mapping[str, Any], layers: Iterable[str], whole: Who
         "target_modules": [whole.outer(name) for name in layers],
         "modules_to_save": saved or None,
     }
+
+
+def read_named_in_whole(config: Any, whole: Whole) -> None:
+    """Turn names of a whole's modules in peft's config into those of its text part, in place.
+
+    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
+    """
+    target, key = config.target_modules, "lora.target_modules"
+    if isinstance(target, str):
+        with contextlib.suppress(re.error):  # reported where the text part's names are matched
+            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
+            if outside := [name for name in found if whole.inner(name) is None]:
+                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
+                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
+            if found and target.lower() != "all-linear":
+                config.target_modules = {whole.inner(name) for name in found}
+    elif target:
+        config.target_modules = {whole.inner(name) or name for name in target}
+    if config.modules_to_save:
+        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
+    for field in _PATTERNS:
+        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
+
+
+def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
+    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
+
+    peft takes the first key that matches the end of a name, as an expression.
+    """
+    found = {}
+    for name, _ in whole.model.named_modules() if pattern else ():
+        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
+        if key is not None and (inner := whole.inner(name)) is not None:
+            found[inner] = pattern[key]
+    return found
 
 
 def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:

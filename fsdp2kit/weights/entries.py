@@ -1,7 +1,7 @@
 """What a model's files hold: each stored tensor's name, its form, and what it is made of.
 
-`entries` lists a model's, `adapter_entries` an adapter's. An export from a checkpoint, one from memory and a sync to an
-engine go by the same list.
+`entries` lists a model's, `adapter_entries` an adapter's. Exports from checkpoints and from memory and syncs to
+engines go by the same list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fsdp2kit.weights.adapters import adapter_file_name
 from fsdp2kit.weights.conversion import to_file_names
 from fsdp2kit.weights.parts import Parts, read_parts
 from fsdp2kit.weights.record import weights_of
-from fsdp2kit.weights.whole import Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,22 +78,25 @@ def entries(
 
 
 def adapter_entries(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, *, whole: Whole | None, adapted: PreTrainedModel | None
+    model: PreTrainedModel | None, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, one_by_one: bool
 ) -> list[WeightEntry]:
     """What the one file of an adapter holds.
 
     Args:
-        tensors: the adapter's, and of modules that are trained whole, by their names in the model.
-        whole: what the model is the text part of.
-        adapted: the adapter's model without adapters, on any device, if factors of its experts are written one by one.
+        model: the adapter's, as for `entries`.
+        tensors: the adapter's, and of modules that are trained whole, by their names in the model with adapters.
+        one_by_one: whether factors of the model's experts are one tensor for each layer of each expert.
     """
+    whole = None if model is None else weights_of(model).whole
     found = []
     for name, tensor in tensors.items():
         meta = {name: _meta(tensor, dtype)}
         own = adapter_file_name(name, whole)
-        forms = {own: meta[name]} if adapted is None else adapter_files(adapted, meta)
-        convert = None if [*forms] == [own] else partial(adapter_files, adapted)
-        found.append(WeightEntry(meta, forms, convert))
+        entry = WeightEntry(meta, {own: meta[name]})
+        if model is not None and one_by_one:
+            forms = adapter_files(model, meta)
+            entry = WeightEntry(meta, forms, None if [*forms] == [own] else partial(adapter_files, model))
+        found.append(entry)
     return found
 
 

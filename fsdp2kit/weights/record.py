@@ -7,14 +7,16 @@ adapters, ties tensors, keeps some in float32 or is the text part of a checkpoin
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fsdp2kit.weights.adapters import Adapter, base_name
@@ -90,12 +92,21 @@ class Weights:
             self.asked_dtypes[dtype] = _ask_dtypes(self.kind, self.config, dtype)
         return self.asked_dtypes[dtype]
 
-    def kept_in_float32(self, dtype: torch.dtype, names: Any) -> set[str]:
+    def kept_in_float32(self, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
         """Those of ``names`` (the model's, with adapters) that stay in float32 where others are ``dtype``."""
         if dtype == torch.float32:
             return set()
         wanted = self.dtypes(dtype)
         return {name for name in names if wanted.get(base_name(name) or "") == torch.float32}
+
+    def untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """What an export cannot ask of a class that transformers itself does not know: the dtype of an export → those
+        of ``names`` that stay in float32 in it. Empty for other classes, and with adapters."""
+        is_asked = not issubclass(self.kind, PreTrainedModel) or hasattr(transformers, self.kind.__name__)
+        if self.adapter is not None or is_asked:
+            return {}
+        narrow = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return {name: sorted(self.kept_in_float32(dtype, names)) for name, dtype in narrow.items()}
 
 
 def weights_of(model: nn.Module) -> Weights:

@@ -1,7 +1,7 @@
 """From a reader to a sink, an entry at a time and a block at a time.
 
-A reader has a model's tensors: those of a checkpoint (`fsdp2kit.checkpoint.reader`), of a model's files with an adapter
-merged in (`fsdp2kit.checkpoint.merge`), or in the memory of all ranks (`fsdp2kit.weights.gathered`). A sink takes what
+A reader has a model's tensors: those of a checkpoint (`fsdp2kit.checkpoint.reader`), of files with an adapter merged
+in (`fsdp2kit.checkpoint.merge`), or in the memory of all ranks (`fsdp2kit.weights.gathered`). A sink takes what
 files hold, as `fsdp2kit.weights.safetensors_file` does.
 """
 
