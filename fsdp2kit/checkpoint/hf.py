@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from fsdp2kit.checkpoint.adapter import holds_adapter, names_experts
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
-from fsdp2kit.checkpoint.reader import SafeReader, open_checkpoint
-from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
+from fsdp2kit.checkpoint.reader import open_checkpoint
+from fsdp2kit.checkpoint.state import stored_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, on_disk
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
@@ -259,13 +259,14 @@ def plan_export(
         environment = manifest.environment if manifest else {}
         parts = find_parts(model, checkpoint, environment, parts_dir or config_dir)
     directory.check_replaceable(read=[parts])
-    keys, tensors = _stored(checkpoint, None if is_adapter else model)
+    keys, tensors = stored_weights(checkpoint, None if is_adapter else model)
     if is_adapter:
         found = adapter_entries(model, tensors, DTYPES[dtype], one_by_one=names_experts(config_dir))
         files = {ADAPTER_WEIGHTS: found}
     else:
         kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
-        files = into_files(entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts), max_shard_bytes)
+        found = entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts)
+        files = into_files(found, max_shard_bytes)
     return ExportPlan(
         checkpoint,
         directory,
@@ -293,23 +294,6 @@ def read_source(checkpoint: Path, config_dir: Path | None) -> tuple[Manifest | N
     elif config_dir is None:
         raise no_manifest(checkpoint, "give a complete checkpoint, or for one written by torch alone --config HF_DIR")
     return manifest, config_dir or checkpoint / "hf"
-
-
-def _stored(checkpoint: Path, model: PreTrainedModel | None) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Of every tensor of the model, by name and in its order: its key in the checkpoint, and a meta tensor like it.
-
-    Args:
-        model: None: the names are those of the keys.
-    """
-    stored = SafeReader(checkpoint).stored_tensors()
-    if model is None:
-        keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
-    else:
-        tied = weights_of(model).ties
-        expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
-    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
-    return keys, {name: metas[key] for name, key in keys.items()}
 
 
 def check_dtype(dtype: str) -> None:

@@ -247,6 +247,23 @@ def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]
         rest = flat[end:].clone()
 
 
+def stored_weights(checkpoint: Path, model: PreTrainedModel | None) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Of every tensor of the model, by name and in its order: its key in the checkpoint, and a meta tensor like it.
+
+    Args:
+        model: None: the names are those of the keys.
+    """
+    stored = SafeReader(checkpoint).stored_tensors()
+    if model is None:
+        keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
+    else:
+        tied = weights_of(model).ties
+        expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
+    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+    return keys, {name: metas[key] for name, key in keys.items()}
+
+
 def find_weights(
     path: Path,
     stored: Mapping[str, torch.Size],
