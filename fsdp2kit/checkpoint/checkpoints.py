@@ -97,7 +97,8 @@ class Checkpoints:
         tell: Callable[[str], object] = say,
         events: Events | None = None,
     ) -> None:
-        section, run_dir = config.checkpoint, Path(config.run.dir)
+        section = config.checkpoint
+        run_dir = Path(config.run.dir)
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
@@ -109,9 +110,15 @@ class Checkpoints:
                 self.export_directory.check_apart(root)
                 self.export_directory.check_replaceable(read=read)
         self.store = open_store(root)
-        self.config, self.model, self.optimizer = config, model, optimizer
-        self.identity, self.environment, self.notes = identity, environment or {}, [*notes]
-        self.can_answer, self.total_steps, self._events = can_answer, total_steps, events or Events()
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.identity = identity
+        self.environment = environment or {}
+        self.notes = [*notes]
+        self.can_answer = can_answer
+        self.total_steps = total_steps
+        self._events = events or Events()
         self.export_dtype = section.export_dtype or source_dtype
         self.resumed: Path | None = None
         """The checkpoint that `start` resumed from."""
@@ -206,7 +213,8 @@ class Checkpoints:
         total = self.config.train.steps if self.total_steps is None else self.total_steps
         if total is not None and done >= total:
             return []
-        out, dtype = self.export_directory.path, DTYPES[self.export_dtype or "float32"]
+        out = self.export_directory.path
+        dtype = DTYPES[self.export_dtype or "float32"]
         return check_room(self.config, self.model, self.store, out, export_dtype=dtype, make_room=self.finish_sweep)
 
     def restore(self, path: Path) -> Progress:
@@ -304,19 +312,22 @@ class Checkpoints:
 
     def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None, is_over: bool) -> None:
         """Write and publish a checkpoint, throw away what is not kept, and export what is due."""
-        path, began = self.store.path(progress.step), time.monotonic()
+        path = self.store.path(progress.step)
+        began = time.monotonic()
         try:
             self.write(tensors, progress.step)
             size = self.complete(progress)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own error is no `Exception`
             # Every way to fail is agreed on, so no rank is still writing.
-            what, todo = f"{path}: the checkpoint was not saved", what_to_do(error, self.store)
+            what = f"{path}: the checkpoint was not saved"
+            todo = what_to_do(error, self.store)
             failure = storage_failure(what, error, self.store.root, todo, group=self._group)
             if rank() == 0:
                 self.store.abandon(progress.step)
             raise failure from error
         self.saved = path
-        seconds, best = time.monotonic() - began, progress.best_step == progress.step
+        seconds = time.monotonic() - began
+        best = progress.best_step == progress.step
         self._tell(f"saved {path} ({size_text(size)} in {seconds:.1f} s)")
         fields = {"bytes": size, "seconds": seconds, "best": best, "background": self._background is not None}
         waited = self._background.waited if self._background else seconds
@@ -337,8 +348,10 @@ class Checkpoints:
         Returns:
             Bytes of the checkpoint's tensors.
         """
-        step, section = progress.step, self.config.checkpoint
-        directory, settings = self.store.temporary(step), Path(self.config.run.dir, "config.toml")
+        step = progress.step
+        section = self.config.checkpoint
+        directory = self.store.temporary(step)
+        settings = Path(self.config.run.dir, "config.toml")
         with agreement(self._group):
             # By name: a listing on each rank would read the names of all ranks' files.
             names = (directory / f"__{rank()}_{number}.distcp" for number in itertools.count())
@@ -376,7 +389,9 @@ class Checkpoints:
 
         If the run is asked to stop, the export is left, and the former one stays; the next start makes it.
         """
-        out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
+        out = self.export_directory.path
+        dtype = self.export_dtype or "float32"
+        began = time.monotonic()
         try:
             recorded = self.environment.get(parts.RECORD, {}).get("directory")
             parts_dir = Path(recorded) if recorded else None
@@ -395,7 +410,8 @@ class Checkpoints:
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
         if is_new:
             self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
-            step, seconds = int(checkpoint.name.rpartition("-")[2]), time.monotonic() - began
+            step = int(checkpoint.name.rpartition("-")[2])
+            seconds = time.monotonic() - began
             self._events.record("export", step=step, path=str(out), seconds=seconds)
         self.exported = checkpoint
 
@@ -439,7 +455,8 @@ class Checkpoints:
         Args:
             maximizes: as in `Progress.describe_best`.
         """
-        newest, lines = self.saved or self.resumed, []
+        newest = self.saved or self.resumed
+        lines = []
         if newest:
             lines.append(f"checkpoint: {newest}")
         if self.exported:

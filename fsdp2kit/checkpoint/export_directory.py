@@ -66,7 +66,8 @@ class ExportDirectory:
 
     def check_apart(self, checkpoints: Path) -> None:
         """Refuse an export among checkpoints, or around them: it replaces its directory as a whole."""
-        export, checkpoints = self.path.absolute(), checkpoints.absolute()
+        export = self.path.absolute()
+        checkpoints = checkpoints.absolute()
         if export == checkpoints or export in checkpoints.parents or checkpoints in export.parents:
             what = f"{export} and the run's checkpoints in {checkpoints} lie in each other"
             raise UserError("checkpoint.export_dir", what, "choose another directory")

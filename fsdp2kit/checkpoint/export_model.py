@@ -125,8 +125,10 @@ def _plan(
 
 def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
     """Write every file of the plan into ``plan.out.staging``, each on one rank. Collective."""
-    rank, world_size = distributed.rank(), distributed.world_size()
-    files, problem = list(plan.files), None
+    rank = distributed.rank()
+    world_size = distributed.world_size()
+    files = list(plan.files)
+    problem = None
     size = sum(file_size(plan.forms(file)) for file in files[rank::world_size])
     with progress_bar("exporting", total=size) as bar:
         for start in range(0, len(files), world_size):

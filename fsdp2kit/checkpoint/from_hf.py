@@ -38,7 +38,8 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, stored: Mapping[str, StoredTensor], advance: Callable[[int], object]) -> None:
         super().__init__()
-        self._stored, self._advance = stored, advance
+        self._stored = stored
+        self._advance = advance
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         tensor = self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
@@ -81,7 +82,8 @@ def write_weights(
         stored: every tensor of the model by name, a tied one once.
         config_dir: config, tokenizer, … are copied from here.
     """
-    out, config_dir = Path(out).absolute(), Path(config_dir)
+    out = Path(out).absolute()
+    config_dir = Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
     beside = {parts.RECORD: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
@@ -103,7 +105,8 @@ def write_weights(
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
-        progress, tied = asdict(Progress()), weights_of(model).ties
+        progress = asdict(Progress())
+        tied = weights_of(model).ties
         manifest = Manifest(
             0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=beside
         )
@@ -134,7 +137,8 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     Raises:
         RunFailure: they do not.
     """
-    tokens, hf_dir = 32, to_path(hf_dir)
+    tokens = 32
+    hf_dir = to_path(hf_dir)
     with on_disk(hf_dir) as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = load_whole(folder, dtype="auto").eval()

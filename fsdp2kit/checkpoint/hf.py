@@ -374,7 +374,8 @@ def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: 
 def publish_export(plan: ExportPlan) -> None:
     """Add assets, index and record to the written files, and publish the directory. On one rank only."""
     for file in plan.files:
-        path, size = plan.out.staging / file, file_size(plan.forms(file))
+        path = plan.out.staging / file
+        size = file_size(plan.forms(file))
         if not path.is_file() or path.stat().st_size != size:
             raise RunFailure(f"{path}: was not written, or not whole ({size} bytes are expected)")
     plan.out.check_replaceable()

@@ -111,10 +111,13 @@ def check_same_run(
         changed: what `changed_settings` found.
     """
     # A manifest has no secrets; those of older versions had.
-    saved, current = cleaned(saved), cleaned(current)
-    contents_saved, contents = cleaned(contents_saved), cleaned(contents)
+    saved = cleaned(saved)
+    current = cleaned(current)
+    contents_saved = cleaned(contents_saved)
+    contents = cleaned(contents)
     for field in [*current, *(field for field in saved if field not in current)]:
-        before, now = saved.get(field), current.get(field)
+        before = saved.get(field)
+        now = current.get(field)
         if before != now:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
@@ -169,8 +172,10 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     """
     manifest = read_manifest(checkpoint)
     settings = _settings_of(checkpoint, config)
-    before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
-    before, now = cleaned(before), cleaned(now)
+    before = _compared(settings, manifest.environment)
+    now = _compared(tomli.loads(dump_toml(config)), environment)
+    before = cleaned(before)
+    now = cleaned(now)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
     changed = [

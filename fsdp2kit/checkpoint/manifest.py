@@ -112,7 +112,8 @@ def no_manifest(checkpoint: Path, todo: str) -> UserError:
     """The error of a directory that is no complete checkpoint; of a run's directory, it says where these are."""
     what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
     if (checkpoint / "checkpoints").is_dir():
-        what, todo = "is a run's directory, not a checkpoint", f"name one of those in {checkpoint / 'checkpoints'}"
+        what = "is a run's directory, not a checkpoint"
+        todo = f"name one of those in {checkpoint / 'checkpoints'}"
     return UserError(str(checkpoint), what, todo)
 
 

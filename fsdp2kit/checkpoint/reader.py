@@ -97,7 +97,8 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(str(path))
         if is_remote(path):
             remote = FsspecReader(str(path))
-            self.fs, self.path = remote.fs, remote.path
+            self.fs = remote.fs
+            self.path = remote.path
         self.directory = path
         self._metadata: Metadata | None = None
 
@@ -237,7 +238,8 @@ class StoredTensors:
         stored = self._stored[key]
         if self._row_ranges(key) is None:
             return self._assembled(key)
-        whole, start = torch.empty(stored.size, dtype=stored.properties.dtype), 0
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        start = 0
         for block in self.blocks(name):
             whole.view(-1)[start : start + len(block)] = block
             start += len(block)
@@ -245,7 +247,9 @@ class StoredTensors:
 
     def _row_ranges(self, key: str) -> list[_Piece] | None:
         """The pieces of a tensor from the first row to the last; None where they are something else."""
-        stored, pieces, row = self._stored[key], [], 0
+        stored = self._stored[key]
+        pieces = []
+        row = 0
         places: dict[Any, Any] = self._reader.read_metadata().storage_data
         for chunk in sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets)):
             place = places[MetadataIndex(key, chunk.offsets)]
@@ -337,7 +341,10 @@ class _Window(io.RawIOBase):
     """A part of a file, as a file of its own."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

@@ -156,7 +156,8 @@ class Assets:
 
     def notes(self) -> list[str]:
         """What an export has that its source lacks, a line each."""
-        tokenizer, source = self.tokenizer, source_of(self.model)
+        tokenizer = self.tokenizer
+        source = source_of(self.model)
         if tokenizer is None:
             return [*self.warnings]
 

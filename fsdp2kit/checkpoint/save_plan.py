@@ -54,7 +54,8 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
 
     def create_local_plan(self) -> SavePlan:
         """What rank 0 must know. ``self.plan`` has an item for every tensor that this rank writes."""
@@ -98,9 +99,11 @@ def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, Kin
     meshes: dict[DeviceMesh, int] = {}
     kinds = {}
     for name, tensor in sorted(tensors.items()):
-        placements, mesh = (), -1
+        placements = ()
+        mesh = -1
         if isinstance(tensor, DTensor):
-            placements, mesh = tensor.placements, meshes.setdefault(tensor.device_mesh, len(meshes))
+            placements = tensor.placements
+            mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
         kinds[name] = Kind(tensor.shape, tensor.dtype, placements, mesh, writers[name])
     return kinds
 
@@ -188,9 +191,11 @@ def summarize(results: Iterable[WriteResult], names: Iterable[str]) -> list[Writ
     Args:
         names: of all tensors that are saved.
     """
-    numbers, found = {name: number for number, name in enumerate(sorted(names))}, {}
+    numbers = {name: number for number, name in enumerate(sorted(names))}
+    found = {}
     for result in results:
-        place, start = result.storage_data, result.index.offset
+        place = result.storage_data
+        start = result.index.offset
         assert not place.transform_descriptors, "nothing is compressed"
         written = found.setdefault((place.relative_path, start), Written(place.relative_path, start))
         written.tensors.append(numbers[result.index.fqn])

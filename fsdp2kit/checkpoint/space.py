@@ -57,7 +57,8 @@ def check_room(
     needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
     if needed and _free(store.root) < needed:
         make_room()
-    warnings, free = [], _free(store.root) if needed else 0
+    warnings = []
+    free = _free(store.root) if needed else 0
     where = "checkpoint.dir" if section.dir else "run.dir"
     if free < min(one, needed):
         what = f"a checkpoint takes {size_text(one)}, and {store.root} has {size_text(free)} free"

@@ -239,7 +239,8 @@ def load_weights(path: str | Path, model: Any) -> None:
 
 def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]:
     """Flat blocks of a tensor as blocks of rows."""
-    width, rest = shape[1:].numel(), torch.empty(0)
+    width = shape[1:].numel()
+    rest = torch.empty(0)
     for block in blocks:
         flat = torch.cat([rest.to(block.dtype), block])
         end = len(flat) // width * width
@@ -316,13 +317,15 @@ def _check_same_state(path: Path, *, wanted: set[str], stored: set[str]) -> None
     differing = sorted(wanted ^ stored)
     if not differing or not all(key.startswith(OPTIMIZER_PREFIX) for key in differing):
         return
-    before, now = _fields(stored), _fields(wanted)
+    before = _fields(stored)
+    now = _fields(wanted)
     changed = next((name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]), None)
     todo = "use the optimizer that it was saved with, or "
     if not before or not now:
         what = "the other keeps no optimizer state at all"
     elif changed is None:
-        what, todo = "they train different parameters", "set model.freeze as it was when that was saved, or "
+        what = "they train different parameters"
+        todo = "set model.freeze as it was when that was saved, or "
     elif len({frozenset(field.partition(".")[0] for field in fields[changed]) for fields in (before, now)}) == 1:
         what = "moments are stored in another format"
         todo = "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many as then, or "

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{6,})")
-OLD, TEMPORARY, TRASH = ".old-", ".tmp-", ".trash-"
+OLD = ".old-"
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
 BEGUN = ".begun"
 
 
@@ -115,7 +117,8 @@ class CheckpointStore:
                 went back to an earlier one. The next automatic resume must not mistake one of them for its newest.
         """
         self._set_superseded_aside(after)
-        path, old = self.path(step), self.root / f"{OLD}step-{step:06d}"
+        path = self.path(step)
+        old = self.root / f"{OLD}step-{step:06d}"
         if path.exists():
             path.rename(old)
         self.temporary(step).rename(path)
@@ -246,7 +249,8 @@ class ObjectStore(CheckpointStore):
         self._delete(path)
 
     def _trash(self) -> list[Path]:
-        trash, self._thrown_away = self._thrown_away, []
+        trash = self._thrown_away
+        self._thrown_away = []
         return trash
 
     def _delete(self, path: Path) -> None:

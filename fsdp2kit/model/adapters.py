@@ -76,7 +76,8 @@ def apply_lora(
             use_dora=section.dora,
             task_type="CAUSAL_LM",
         )
-    config.lora_dropout, config.base_model_name_or_path = section.dropout, base
+    config.lora_dropout = section.dropout
+    config.base_model_name_or_path = base
     config.inference_mode = False  # true would freeze the adapter
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = _all_linear(model, config)
@@ -181,14 +182,16 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     Returns:
         The names of an expert's layers in the adapter's file; () if it has no experts, or in one tensor.
     """
-    key, todo = "lora.target_modules", f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
+    key = "lora.target_modules"
+    todo = f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
     is_list = not isinstance(config.target_modules, str)
     given = list(config.target_modules or ()) if is_list else []
     per_expert = stored_leaves(model)
     taken = [name for name in given if name == ALL_EXPERTS]
     if per_expert:
         trial = copy.copy(config)
-        trial.target_modules, trial.target_parameters = set(per_expert), None
+        trial.target_modules = set(per_expert)
+        trial.target_parameters = None
         if not _as_converted(trial, model).target_parameters:  # peft would not find them in a file
             per_expert = []
         taken += [name for name in given if name in per_expert]
@@ -257,7 +260,8 @@ def _check_names(model: PreTrainedModel, config: Any) -> None:
     """Refuse names that match nothing: peft does so only if none matches, and never for modules to save."""
     names = [name for name, _ in model.named_modules() if name]
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    target, wanted = config.target_modules, "lora.target_modules"
+    target = config.target_modules
+    wanted = "lora.target_modules"
     if isinstance(target, str):
         try:
             found = target.lower() == "all-linear" or any(re.fullmatch(target, name) for name in names)

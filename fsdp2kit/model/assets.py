@@ -87,7 +87,8 @@ def save_assets(
     Returns:
         A line for each thing that another reader may miss.
     """
-    directory, notes = Path(directory), []
+    directory = Path(directory)
+    notes = []
     if whole is not None and source is not None:
         copy_assets(source, directory)
     if source is not None and (source / "config.json").is_file():

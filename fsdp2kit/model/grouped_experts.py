@@ -70,7 +70,8 @@ def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     missing = -before % multiple, -after % multiple  # zeros, which add nothing
     if not any(missing):
         return F.grouped_mm(x, matrices, offs=ends)
-    x, matrices = F.pad(x, (0, missing[0])), F.pad(matrices, (0, missing[1], 0, missing[0]))
+    x = F.pad(x, (0, missing[0]))
+    matrices = F.pad(matrices, (0, missing[1], 0, missing[0]))
     return F.grouped_mm(x, matrices, offs=ends)[:, :after]
 
 
@@ -85,7 +86,9 @@ class NF4Experts(PackedModule):
     def __init__(self, experts: Any) -> None:
         """Take the sizes, device and biases of ``experts``; its weights are lost, and `fill` gives them values."""
         super().__init__()
-        self.num_experts, self.has_gate, self.has_bias = experts.num_experts, experts.has_gate, experts.has_bias
+        self.num_experts = experts.num_experts
+        self.has_gate = experts.has_gate
+        self.has_bias = experts.has_bias
         self.is_transposed = experts.is_transposed
         plain = dict(experts.named_parameters(recurse=False))
         self.layouts = {name: NF4Layout.of(plain[name]) for name in expert_weights(experts)}
@@ -134,7 +137,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, ends: Tensor, layout: NF4Layout, is_transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(stored, pairs, ends)
-        ctx.layout, ctx.is_transposed = layout, is_transposed
+        ctx.layout = layout
+        ctx.is_transposed = is_transposed
         weight = layout.unpack(stored, pairs, x.dtype)
         return grouped_mm(x, weight if is_transposed else weight.transpose(1, 2), ends)
 

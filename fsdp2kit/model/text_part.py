@@ -151,7 +151,8 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
         (model.get_output_embeddings(), whole.get_output_embeddings()),
     )
     for inner, outer in parts:
-        own, there = names.get(id(inner)), places.get(id(outer))
+        own = names.get(id(inner))
+        there = places.get(id(outer))
         if not own or not there or type(inner) is not type(outer) or _shapes(inner) != _shapes(outer):
             raise _refused(type(whole), f"its text part is no {type(model).__name__}")
         pairs.append((own, there))

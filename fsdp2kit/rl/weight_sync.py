@@ -124,7 +124,8 @@ class _Group:
     def entries(self, data: Tensor, offsets: Sequence[int]) -> list[Entry]:
         """Convert the tensors within ``data``, where they begin at ``offsets``."""
         if self.entry.convert is None:
-            (weight,), (offset,) = self.weights, offsets
+            (weight,) = self.weights
+            (offset,) = offsets
             return [Entry(next(iter(self.entry.forms)), tuple(weight.tensor.shape), weight.dtype, offset)]
         found = {one.name: one.within(data, offset) for one, offset in zip(self.weights, offsets, strict=True)}
         names, tensors = zip(*self.entry.convert(found).items(), strict=True)
@@ -234,7 +235,8 @@ class _Shards:
             return cls(1, 0, None, tensors[0].device if tensors else torch.device("cpu"))
         first = next((tensor for tensor in sharded if _is_by_rows(tensor)), sharded[0])
         dims = [dim for dim, placement in enumerate(first.placements) if not isinstance(placement, Replicate)]
-        mesh, group = first.device_mesh, first.device_mesh.get_group(dims[0]) if dims else None
+        mesh = first.device_mesh
+        group = first.device_mesh.get_group(dims[0]) if dims else None
         for tensor in sharded:
             is_same = (tensor.device_mesh, tensor.placements) == (mesh, first.placements)
             if group is None or not _is_by_rows(first) or not (is_same or _is_dealt_out(tensor, group)):
@@ -282,7 +284,10 @@ class _Gather:
     """
 
     def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: Sequence[Tensor] | None = None) -> None:
-        self._weights, self._ranks, self._memory, self._device = weights, shards.ranks, memory, shards.device
+        self._weights = weights
+        self._ranks = shards.ranks
+        self._memory = memory
+        self._device = shards.device
         self._parts = [shards.parts(weight.tensor) for weight in weights]
         self._sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
         self._places, size = _layout(zip(self._sizes, (weight.dtype.itemsize for weight in weights), strict=True))
@@ -364,7 +369,8 @@ def _merged_shard(weight: _Weight, adapter: Sequence[Tensor]) -> Tensor:
     if weight.layer.fan_in_fan_out:
         a = a[:, rows]
     else:
-        b, magnitude = b[rows], [lengths[rows] for lengths in magnitude]
+        b = b[rows]
+        magnitude = [lengths[rows] for lengths in magnitude]
     return merged_weight(local_part(weight.tensor), weight.layer, a, b, *magnitude)
 
 
@@ -373,8 +379,11 @@ def _layout(sizes: Iterable[tuple[int, int]], begin: int = 0) -> tuple[list[int]
 
     The end is a multiple of every item's size.
     """
-    offsets, end, widest = [], begin, 1
+    offsets = []
+    end = begin
+    widest = 1
     for size, itemsize in sizes:
         offsets.append(-(-end // itemsize) * itemsize)
-        end, widest = offsets[-1] + size, max(widest, itemsize)
+        end = offsets[-1] + size
+        widest = max(widest, itemsize)
     return offsets, -(-end // widest) * widest

@@ -29,7 +29,8 @@ def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
     The values are those of ``model.adapter``, or peft's initialisation of each layer, which depends on the seed and
     the layer's name alone, and for DoRA the lengths of the weight's rows. The model must have its weights. Collective.
     """
-    adapter, tensors = weights_of(model).adapter, model.state_dict()
+    adapter = weights_of(model).adapter
+    tensors = model.state_dict()
     if adapter is not None and adapter.directory is not None:
         load_adapter(model, adapter.directory)
         return
@@ -53,7 +54,9 @@ def _row_lengths(layer: Any) -> Tensor:
     if isinstance(layer, PackedModule):
         stored, rows, together = layer.unpacked_rows()
     else:
-        stored, rows, together = layer.weight, local_part(layer.weight), 1
+        stored = layer.weight
+        rows = local_part(layer.weight)
+        together = 1
     lengths = torch.linalg.norm(rows.float(), dim=1).view(-1, together)
     found: Any = sharded_like(stored, lengths, torch.Size((len(stored), together)))
     whole = found.full_tensor() if isinstance(found, DTensor) else found
@@ -66,7 +69,8 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     targets = {name: tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
     skeleton = build_skeleton(model)
     whole = weights_of(model).whole
-    path, todo = Path(directory) / WEIGHTS_NAME, "give an adapter that was trained on this very model"
+    path = Path(directory) / WEIGHTS_NAME
+    todo = "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {WEIGHTS_NAME}", todo)
     with open_safetensors([path]) as slices:

@@ -125,7 +125,8 @@ def read_named_in_whole(config: Any, whole: Whole) -> None:
 
     peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
     """
-    target, key = config.target_modules, "lora.target_modules"
+    target = config.target_modules
+    key = "lora.target_modules"
     if isinstance(target, str):
         with contextlib.suppress(re.error):  # reported where the text part's names are matched
             found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]

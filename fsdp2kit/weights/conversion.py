@@ -61,9 +61,11 @@ class Source:
         if self.converter is None:
             yield self.name, slices[self.stored[0][0]]
             return
-        converter, name = copy.deepcopy(self.converter), self.name
+        converter = copy.deepcopy(self.converter)
+        name = self.name
         if self.whole is not None:
-            model, name = self.whole.model, str(self.whole.outer(name))
+            model = self.whole.model
+            name = str(self.whole.outer(name))
         for stored, pattern in self.stored:
             read: Any = partial(getitem, slices[stored], ...)
             converter.add_tensor(name, stored, pattern, read)
@@ -86,7 +88,8 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
     if whole is None:
         return found, list(unexpected)
     for source in found:
-        source.name, source.whole = whole.inner(source.name) or "", whole
+        source.name = whole.inner(source.name) or ""
+        source.whole = whole
     left = [key for key, name in unexpected.items() if whole.inner(name) is not None]
     return [source for source in found if source.name], left
 
@@ -96,7 +99,8 @@ def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
 
     A tied tensor's second copy is the text part's: it would not follow the first.
     """
-    whole, stored = weights_of(model).whole, list(stored)
+    whole = weights_of(model).whole
+    stored = list(stored)
     assert whole is not None, "this model is no text part"
     of_text = [source for source in _find_sources(whole.model, stored)[0] if whole.inner(source.name)]
     used = {key for source in of_text for key in (*(key for key, _ in source.stored), *source.copies)}
@@ -117,7 +121,8 @@ def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[S
     for key in sorted(stored, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
         if name not in targets and key in targets:
-            name, pattern = key, None
+            name = key
+            pattern = None
         if name not in targets:
             unexpected[key] = name
             continue
@@ -144,7 +149,8 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
     if model is None:
         return tensors
     if (whole := weights_of(model).whole) is not None:
-        model, tensors = whole.model, {str(whole.outer(name)): tensor for name, tensor in tensors.items()}
+        model = whole.model
+        tensors = {str(whole.outer(name)): tensor for name, tensor in tensors.items()}
     return revert_weight_conversion(model, dict(tensors))
 
 

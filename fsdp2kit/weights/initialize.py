@@ -32,11 +32,14 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     # skeleton on meta instead of the sharded model. Its parts are made real in turn, whole, on the CPU, and every rank
     # copies its shards. A part is a module's own tensors if no other call changes them, otherwise the smallest module
     # that holds everything its calls change.
-    skeleton, targets, quantized = build_skeleton(model), base_tensors(model), packed_weights(model)
+    skeleton = build_skeleton(model)
+    targets = base_tensors(model)
+    quantized = packed_weights(model)
     wanted = targets.keys() - weights_of(model).ties.keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
     for name, recurse in _parts(skeleton, calls):
-        part, prefix = skeleton.get_submodule(name), name and f"{name}."
+        part = skeleton.get_submodule(name)
+        prefix = name and f"{name}."
         if wanted.isdisjoint(_tensors_of(part, prefix, recurse=recurse)):  # a tied parameter's other name
             continue
         # NaN shows what an initialisation leaves out.
@@ -108,7 +111,9 @@ def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[tuple[str,
     """The parts of `initialize`: names of modules, and whether a part has the modules inside it, too."""
     tensors = skeleton.state_dict(keep_vars=True)
     owners = {id(tensor): name.rpartition(".")[0] for name, tensor in tensors.items()}
-    with_own, whole, own = set(owners.values()), set(), set()
+    with_own = set(owners.values())
+    whole = set()
+    own = set()
     for call in calls:
         # transformers has already initialised this model on meta, so this cannot fail.
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _Touched() as record:

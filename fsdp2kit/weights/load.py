@@ -97,9 +97,11 @@ def open_pretrained(
         allow_unexpected: as for `load_pretrained`.
         grow: the model's embedding and head may have more rows than the files; these are the mean of the others.
     """
-    directory, ends = Path(directory), vocabulary_tensors(model)
+    directory = Path(directory)
+    ends = vocabulary_tensors(model)
     with open_safetensors(safetensors_files(directory)) as slices:
-        shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        found = {}
 
         def read(source: Source, name: str) -> Tensor:
             tensor = dict(source.tensors(model, slices))[name][...]

@@ -65,16 +65,21 @@ def fill_vocabulary(target: Tensor, blocks: Iterable[Tensor], *, new_tokens: Seq
         blocks: the stored tensor's rows, in order, some at a time.
         new_tokens: their ids; every row of the target that is not stored is one of them.
     """
-    local, (rows, *others) = local_part(target), local_slices(target)
-    total, count, start = torch.zeros(target.shape[1:], dtype=torch.float64), 0, 0
+    local = local_part(target)
+    (rows, *others) = local_slices(target)
+    total = torch.zeros(target.shape[1:], dtype=torch.float64)
+    count = 0
+    start = 0
     for block in blocks:
         stop = start + len(block)
-        first, last = max(start, rows.start), min(stop, rows.stop)
+        first = max(start, rows.start)
+        last = min(stop, rows.stop)
         if first < last:
             local[first - rows.start : last - rows.start].copy_(block[(slice(first - start, last - start), *others)])
         excluded = [token - start for token in new_tokens if start <= token < stop]
         total += block.sum(0, dtype=torch.float64) - block[excluded].sum(0, dtype=torch.float64)
-        count, start = count + len(block) - len(excluded), stop
+        count = count + len(block) - len(excluded)
+        start = stop
     for token in new_tokens:
         if rows.start <= token < rows.stop:
             local[token - rows.start].copy_((total / count)[tuple(others)])

@@ -19,7 +19,9 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import is_plain_name, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
-_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
+_EDGE = 64 * 1024
+_SAMPLE = 4096
+_SAMPLES = 4
 
 
 @contextlib.contextmanager
@@ -44,7 +46,8 @@ def safetensors_files(directory: Path) -> list[Path]:
     Raises:
         UserError: there are none, or the index cannot be read.
     """
-    index, single = directory / INDEX_NAME, directory / "model.safetensors"
+    index = directory / INDEX_NAME
+    single = directory / "model.safetensors"
     if single.is_file():
         return [single]
     if index.is_file():
@@ -111,7 +114,9 @@ def weights_digest(place: str | Path) -> str:
 
     They do not depend on the directory's path. Reading the files whole would take minutes.
     """
-    edges, samples, place = hashlib.sha256(), hashlib.sha256(), Path(place)
+    edges = hashlib.sha256()
+    samples = hashlib.sha256()
+    place = Path(place)
     for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
         if not path.is_file():
             raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
