@@ -26,7 +26,7 @@ from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.text_part import check_same_logits, text_config_of
+from fsdp2kit.model.text_part import text_config_of
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_name, is_of_adapter
 from fsdp2kit.weights.conversion import find_sources, to_file_names
@@ -171,7 +171,7 @@ def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_p
         folder.mkdir()
         adapter.save(folder)
         values = {
-            adapter_file_name(one, weights_of(model).whole): parameter.to("meta")
+            adapter_file_name(one, weights_of(model).names): parameter.to("meta")
             for one, parameter in model.named_parameters()
             if is_of_adapter(one)
         }
@@ -378,7 +378,7 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
     model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
     whole, traits = weights_of(model).whole, inspect_model(model)
     assert whole is not None
-    check_same_logits(whole, traits.twin())
+    whole.check_same_logits(traits.twin())
     forward = Gemma3ForConditionalGeneration.forward
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -387,7 +387,7 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
     with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
-        check_same_logits(whole, traits.twin())
+        whole.check_same_logits(traits.twin())
 
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise ImportError("it needs timm\n(pip install timm)")

@@ -130,8 +130,7 @@ class Checkpoints:
         """Whether the last export was left, because the run is asked to stop."""
         self._write_assets = write_assets
         self._tell = tell
-        self._kept_in_float32 = weights_of(model).untold_in_float32(model.state_dict())
-        self._tied = weights_of(model).ties
+        self._facts = weights_of(model).manifest_fields(model.state_dict())
         self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
@@ -367,11 +366,10 @@ class Checkpoints:
                     step=step,
                     progress=asdict(progress),
                     identity=self.identity,
-                    tied=self._tied,
                     export_dtype=self.export_dtype,
                     files=records,
                     environment=self.environment,
-                    kept_in_float32=self._kept_in_float32,
+                    **self._facts,
                 )
                 check_shared(directory, manifest)
                 write_manifest(directory, manifest)

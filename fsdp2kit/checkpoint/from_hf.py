@@ -25,8 +25,8 @@ from fsdp2kit.files.local import sync
 from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.assets import copy_assets
-from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.text_part import load_whole, text_config_of
+from fsdp2kit.model.build import load_whole, model_on_meta
+from fsdp2kit.model.hf_config import trained_config
 from fsdp2kit.weights import parts
 from fsdp2kit.weights.load import StoredTensor, open_pretrained
 from fsdp2kit.weights.modules import cast_model
@@ -142,7 +142,7 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     with on_disk(hf_dir) as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = load_whole(folder, dtype="auto").eval()
-        config = text_config_of(config) or config
+        config = trained_config(config)
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
         cast_model(ours, theirs.dtype)  # some stay in float32
         load_weights(checkpoint, ours)

@@ -74,11 +74,6 @@ class ExportPlan:
     dtype_from: str = "as asked for"
     """Who chose `dtype`, as the end of a sentence that names it."""
 
-    @property
-    def is_text_part(self) -> bool:
-        """Whether the model is the text part of what is written."""
-        return self.model is not None and weights_of(self.model).whole is not None
-
     def forms(self, file: str) -> dict[str, Tensor]:
         """The tensors of a file by name, in the order of their bytes."""
         return forms_of(self.files[file])
@@ -104,9 +99,10 @@ class ExportPlan:
             return
         config = read_json_object(path)
         changed = config
+        is_part = self.model is not None and weights_of(self.model).whole is not None
         if dtype_of(config) != self.dtype:
-            changed = with_dtype(config, self.dtype, is_whole=self.is_text_part)
-        if self.model is not None and not self.is_text_part and not config.get("architectures"):
+            changed = with_dtype(config, self.dtype, is_whole=is_part)
+        if self.model is not None and not is_part and not config.get("architectures"):
             changed = {**changed, "architectures": [type(self.model).__name__]}  # configs made in code have none
         if changed != config:
             replace_file(path, config_text(changed))
@@ -264,7 +260,7 @@ def plan_export(
         found = adapter_entries(model, tensors, DTYPES[dtype], one_by_one=names_experts(config_dir))
         files = {ADAPTER_WEIGHTS: found}
     else:
-        kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
+        kept = manifest.in_float32(dtype) if manifest else ()
         found = entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts)
         files = into_files(found, max_shard_bytes)
     return ExportPlan(

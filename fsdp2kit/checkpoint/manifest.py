@@ -20,6 +20,7 @@ from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace
 from fsdp2kit.files.redaction import cleaned
 from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
+from fsdp2kit.weights.parts import RecordedParts
 
 _T = TypeVar("_T")
 
@@ -66,6 +67,10 @@ class Manifest:
     """Dtype of an export → tensors that stay in float32 in it; only of a model with code of its own."""
     format: int = FORMAT
 
+    def in_float32(self, dtype: str) -> list[str]:
+        """The tensors that stay in float32 in an export of another dtype, of a model with code of its own."""
+        return self.kept_in_float32.get(dtype, [])
+
 
 @dataclass(frozen=True)
 class _Content:
@@ -78,11 +83,10 @@ class _Content:
 
 
 @dataclass(frozen=True)
-class _Environment:
+class _Environment(RecordedParts):
     """What is read of a manifest's environment."""
 
     contents: dict[str, _Content] = field(default_factory=dict)
-    carried: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
 

@@ -245,7 +245,7 @@ class StoredTensors:
             start += len(block)
         return whole
 
-    def _row_ranges(self, key: str) -> list[_Piece] | None:
+    def _row_ranges(self, key: str) -> list[_RowRange] | None:
         """The pieces of a tensor from the first row to the last; None where they are something else."""
         stored = self._stored[key]
         pieces = []
@@ -261,7 +261,7 @@ class StoredTensors:
                 return None
             row += chunk.sizes[0] if chunk.sizes else 0
             path = self._reader.directory / place.relative_path
-            pieces.append(_Piece(path, place.offset, place.length, chunk.sizes, stored.properties.dtype))
+            pieces.append(_RowRange(path, place.offset, place.length, chunk.sizes, stored.properties.dtype))
         is_whole = sum(piece.shape.numel() for piece in pieces) == stored.size.numel()
         return pieces if is_whole and pieces else None
 
@@ -275,7 +275,7 @@ class StoredTensors:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RowRange:
     """A range of a tensor's rows, and where in a file its archive lies."""
 
     path: Path

@@ -31,7 +31,7 @@ from fsdp2kit.job.distributed import host_of
 from fsdp2kit.torch_compat import FsspecWriter, StorageInfo
 
 
-class Kind(NamedTuple):
+class _Alike(NamedTuple):
     """What two tensors share whose parts lie alike on all ranks, and are written by the same ranks."""
 
     shape: torch.Size
@@ -67,7 +67,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
             return kinds[name].writer == own
 
         self.plan = replace(whole, items=[item for item in whole.items if is_mine(item.index.fqn)])
-        first: dict[Kind, str] = {}
+        first: dict[_Alike, str] = {}
         self._examples = {name: first.setdefault(kind, name) for name, kind in kinds.items()}
         items = [item for item in self.plan.items if self._examples[item.index.fqn] == item.index.fqn]
         return replace(whole, items=items, planner_data=hashlib.sha256(repr(kinds).encode()).hexdigest())
@@ -89,7 +89,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
         return super().finish_plan(replace(new_plan, items=self.plan.items))
 
 
-def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, Kind]:
+def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, _Alike]:
     """The kind of each tensor, in the order of their names; the same on every rank."""
     by_holders: dict[int, list[tuple[int, str]]] = {}
     for name, tensor in tensors.items():
@@ -104,7 +104,7 @@ def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, Kin
         if isinstance(tensor, DTensor):
             placements = tensor.placements
             mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
-        kinds[name] = Kind(tensor.shape, tensor.dtype, placements, mesh, writers[name])
+        kinds[name] = _Alike(tensor.shape, tensor.dtype, placements, mesh, writers[name])
     return kinds
 
 

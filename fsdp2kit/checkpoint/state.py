@@ -30,7 +30,7 @@ from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.weights.adapter_values import fill_adapter
-from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.adapters import holds_factors
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import source_of, weights_of
@@ -223,7 +223,7 @@ def load_weights(path: str | Path, model: Any) -> None:
         with agreement():
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
-            if any(base_name(key) is None for key in shapes):
+            if holds_factors(shapes):
                 export = "export it (fsdp2kit convert)"
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)

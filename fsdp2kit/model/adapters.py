@@ -27,7 +27,7 @@ from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.model.expert_adapters import ALL_EXPERTS, matched_parameters, replace_forward, target_parameters
 from fsdp2kit.weights.adapter_files import stored_leaves
-from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, Adapter, base_name, read_named_in_whole
+from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, Adapter, base_name
 from fsdp2kit.weights.experts import find_experts
 from fsdp2kit.weights.modules import base_module
 from fsdp2kit.weights.record import find_ties, weights_of
@@ -150,8 +150,7 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
     weights = weights_of(model)
-    if weights.whole is not None:
-        read_named_in_whole(config, weights.whole)
+    weights.names.read_config(config)
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
@@ -172,7 +171,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
     weights.ties = find_ties(model)  # peft's wrappers change names
-    weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.whole)
+    weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.names)
     return weights.adapter
 
 

@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -32,6 +33,7 @@ from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs
 from fsdp2kit.model.text_part import attach_whole, text_config_of
 from fsdp2kit.model.tokenizer import added_beyond, build_tokenizer, new_tokens
 from fsdp2kit.weights.record import ModelSource, weights_of
+from fsdp2kit.weights.stored import check_indexes
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +170,36 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     except Exception as error:  # transformers raises nearly anything on a config it does not like
         what = f"transformers cannot build the model ({type(error).__name__}: {error})"
         raise UserError(str(path), what, todo) from error
+
+
+def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", local_files_only: bool = True) -> Any:
+    """The model of a Hugging Face directory, or hub id, by transformers alone and of the class that its config names.
+
+    Args:
+        local_files_only: never ask the hub.
+    """
+    check_indexes(directory)
+    config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
+    # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
+    name = next(iter(config.architectures or ()), "")
+    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
+    return kind.from_pretrained(directory, dtype=dtype, local_files_only=local_files_only)
+
+
+def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
+    """The text of `load_whole` in float32, or the model itself where it has no other parts.
+
+    Args:
+        config: of the model that is trained; where there are no other parts, it may have overrides.
+    """
+    check_indexes(directory)
+    if text_config_of(AutoConfig.from_pretrained(directory, local_files_only=True)) is None:
+        return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    whole = load_whole(directory, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    return model
 
 
 def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:

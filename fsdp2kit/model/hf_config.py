@@ -90,6 +90,35 @@ def load_hf_configs(
     return config, whole
 
 
+def trained_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config that is trained of a checkpoint's: that of its text part, if it has other parts beside it.
+
+    `AutoModelForCausalLM` knows a class for it, if there is one.
+    """
+    text = text_config_of(config)
+    if text is not None:
+        return text
+    know_causal_lm(config)
+    return config
+
+
+def read_fields(
+    fields: Mapping[str, Any], config: PretrainedConfig, whole: PretrainedConfig | None
+) -> PretrainedConfig | None:
+    """What transformers makes of a config.json's fields, as the config that is trained; None if it refuses them.
+
+    Args:
+        config: one of the class that is trained.
+        whole: the config of a checkpoint of several parts, if the fields are such a one's.
+    """
+    try:
+        with rope_warnings():
+            read = type(config if whole is None else whole).from_dict(copy.deepcopy(dict(fields)))
+        return read if whole is None else text_config_of(read)
+    except Exception:  # transformers validates configs with exceptions of many types
+        return None
+
+
 def _text_part(section: ModelConfig, fields: dict[str, Any]) -> tuple[PretrainedConfig | None, dict[str, Any]]:
     """The config of a checkpoint of several parts, with the fields of its text part's; else None and ``fields``."""
     if "auto_map" in fields or fields["model_type"] not in CONFIG_MAPPING or not has_parts(fields):

@@ -180,6 +180,26 @@ def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) ->
     return [name for name in model.state_dict() if name in kept and not name.startswith(decided)]
 
 
+def layers_by_dtype(section: FSDPConfig, model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Names of the modules that compute in another dtype than the others.
+
+    Returns:
+        Those to which ``class_dtypes`` gives another dtype, itself or by the innermost listed module around them; and
+        those whose ``weight`` stays in float32.
+    """
+    modules = dict(model.named_modules())
+    by_class = {name for name in modules if _class_dtype(name, modules, section) != section.param_dtype}
+    kept = stays_in_float32(section, model, section.param_dtype)
+    return by_class, {name.removesuffix(".weight") for name in kept if name.endswith(".weight")}
+
+
+def _class_dtype(name: str, modules: Mapping[str, nn.Module], section: FSDPConfig) -> str:
+    """The dtype that ``class_dtypes`` gives a module, or the innermost listed module around it."""
+    parts = name.split(".")
+    around = (type(modules[".".join(parts[:size])]).__name__ for size in range(len(parts), -1, -1))
+    return next((section.class_dtypes[kind] for kind in around if kind in section.class_dtypes), section.param_dtype)
+
+
 def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
     """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them."""
     found: dict[str, nn.Module] = {}

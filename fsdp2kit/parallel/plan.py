@@ -38,7 +38,6 @@ from fsdp2kit.model.inspect import (
     inspect_model,
 )
 from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.text_part import check_same_logits
 from fsdp2kit.model.tokenizer import check_same_tokens
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
@@ -267,7 +266,7 @@ def _check_model(
         if traits.no_twin:
             what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_twin}"
             raise UserError("model.path", what, "use a text model")
-        traits.once("whole", lambda twin: check_same_logits(whole, twin))
+        traits.once("whole", whole.check_same_logits)
         if engine is not None and not engine.embedded:
             what = f"a server would be sent the text part of {type(whole.model).__name__} alone"
             raise UserError("rollout.engine", what, 'use "transformers", or a text model')

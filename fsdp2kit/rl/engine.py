@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Whole tensors in one flat tensor. Its memory is used again once they are loaded, so copy what you keep."""
+    """Tensors in one flat tensor. Its memory is used again once they are loaded, so copy what you keep."""
 
     entries: tuple[Entry, ...]
     data: Tensor

@@ -133,14 +133,14 @@ class Link:
         Raises:
             LinkError: another side is gone, or did not answer in time.
         """
-        carried = [one.cpu() if self._backend == "gloo" else one for one in tensors]
+        outgoing = [one.cpu() if self._backend == "gloo" else one for one in tensors]
         group = self._group  # until its work has ended: the end of a group waits for that
         try:
-            for work in [group.broadcast(one, 0) for one in carried]:
+            for work in [group.broadcast(one, 0) for one in outgoing]:
                 work.wait()
         except RuntimeError as error:
             raise LinkError(_plain(error)) from None
-        for one, sent in zip(tensors, carried, strict=True):
+        for one, sent in zip(tensors, outgoing, strict=True):
             if sent is not one:
                 one.copy_(sent)
 

@@ -23,7 +23,7 @@ from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
-from fsdp2kit.weights.conversion import Source, find_sources
+from fsdp2kit.weights.conversion import TensorSource, find_sources
 from fsdp2kit.weights.record import weights_of
 
 
@@ -53,7 +53,7 @@ class TransformersEngine(Engine):
         self._group, self._batch_size, self._stops = group, section.batch_size, tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
         self._missing = set(model.state_dict()) - set(weights_of(model).ties)
-        self._sources: dict[tuple[str, ...], list[Source]] = {}
+        self._sources: dict[tuple[str, ...], list[TensorSource]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
         self._device, self.dtype = embedding.weight.device, embedding.weight.dtype
 

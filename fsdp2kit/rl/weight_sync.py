@@ -191,10 +191,10 @@ def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Ca
     largest = max((each for each, by_itself in zip(sizes, alone, strict=True) if not by_itself), default=0)
     memory = [torch.empty(largest, dtype=torch.uint8, device=shards.device) for _ in range(2)]
 
-    def begin(number: int) -> _Gather:
-        return _Gather(_weights_of(batches[number]), shards, None if alone[number] else memory)
+    def begin(number: int) -> _BucketGather:
+        return _BucketGather(_weights_of(batches[number]), shards, None if alone[number] else memory)
 
-    ahead: _Gather | None = None
+    ahead: _BucketGather | None = None
     for number, batch in enumerate(batches):
         bucket = _to_bucket(batch, ahead or begin(number))
         ahead = begin(number + 1) if number + 1 < len(batches) and not all(alone[number : number + 2]) else None
@@ -206,7 +206,7 @@ def _weights_of(batch: Sequence[_Group]) -> list[_Weight]:
     return [weight for group in batch for weight in group.weights]
 
 
-def _to_bucket(batch: Sequence[_Group], gather: _Gather) -> Bucket:
+def _to_bucket(batch: Sequence[_Group], gather: _BucketGather) -> Bucket:
     data, offsets = gather.finish()
     place = iter(offsets)
     entries = [entry for group in batch for entry in group.entries(data, [next(place) for _ in group.weights])]
@@ -276,7 +276,7 @@ def _is_dealt_out(tensor: DTensor, group: dist.ProcessGroup) -> bool:
     return is_known and len(set(dims)) == len(dims) and ranks <= set(tensor.device_mesh.mesh.flatten().tolist())
 
 
-class _Gather:
+class _BucketGather:
     """Gathers whole tensors: the constructor begins, `finish` waits.
 
     Args:
@@ -316,7 +316,7 @@ class _Gather:
         parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
         if not parts:
             return []
-        data, offsets = _Gather(parts, shards).finish()
+        data, offsets = _BucketGather(parts, shards).finish()
         return [part.within(data, offset) for part, offset in zip(parts, offsets, strict=True)]
 
     def finish(self) -> tuple[Tensor, Sequence[int]]:

@@ -47,7 +47,7 @@ def adapter_files(
     for name, tensor in tensors.items():
         factor = _factor_of(name, model) if per_expert else None
         if factor is None:
-            found[adapter_file_name(name, weights_of(model).whole)] = tensor
+            found[adapter_file_name(name, weights_of(model).names)] = tensor
             continue
         owner, weight, letter = factor
         experts: Any = model.get_submodule(owner)

@@ -68,7 +68,6 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     # By name, not by `requires_grad`: a frozen copy of the model has adapters, too.
     targets = {name: tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
     skeleton = build_skeleton(model)
-    whole = weights_of(model).whole
     path = Path(directory) / WEIGHTS_NAME
     todo = "give an adapter that was trained on this very model"
     if not path.is_file():
@@ -85,7 +84,7 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
                 what = f"{path}: {file} has shape {shape}, and the model wants {list(expected)}"
                 raise UserError("model.adapter", what, todo)
         for name, target in targets.items():
-            stored = slices.get(adapter_file_name(name, whole))
+            stored = slices.get(adapter_file_name(name, weights_of(model).names))
             if stored is None:
                 stored = from_adapter_files(skeleton, name, target.shape, slices)
             copy_part(target.detach(), stored)
@@ -95,7 +94,7 @@ def _adapter_files(
     skeleton: PreTrainedModel, name: str, target: Tensor, stored: Collection[str]
 ) -> dict[str, torch.Size]:
     """The tensors of an adapter's file that hold one of the model's, by name, with their shapes."""
-    if (file := adapter_file_name(name, weights_of(skeleton).whole)) in stored:
+    if (file := adapter_file_name(name, weights_of(skeleton).names)) in stored:
         return {file: target.shape}
     tensors = {name: torch.empty(target.shape, device="meta")}
     return {file: part.shape for file, part in adapter_files(skeleton, tensors).items()}

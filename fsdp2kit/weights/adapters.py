@@ -5,11 +5,10 @@ peft decides what an adapter is and computes; `fsdp2kit.model.adapters` builds i
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2kit.errors import UserError
-from fsdp2kit.weights.whole import Whole
+from fsdp2kit.weights.whole import OWN_NAMES, FileNames
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER = "default"
 """peft's name for the one adapter of a model; it stands in the names of modules, and not in an adapter's file."""
-_PATTERNS = ("rank_pattern", "alpha_pattern")  # fields of peft's config that map names of modules to values
 
 _OWN = re.compile(rf"\.lora_\w+\.{ADAPTER}(?=\.|$)")
 _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.)")
@@ -38,21 +35,25 @@ def base_name(name: str) -> str | None:
     return None if _OWN.search(name) else _AROUND.sub("", name)
 
 
+def holds_factors(names: Iterable[str]) -> bool:
+    """Whether any of the tensors ``names`` is an adapter's own."""
+    return any(_OWN.search(name) for name in names)
+
+
 def is_of_adapter(name: str) -> bool:
     """Whether it names an adapter's own tensor, or one of a module that is trained whole beside it."""
     return _OWN.search(name) is not None or f".modules_to_save.{ADAPTER}." in name
 
 
-def adapter_file_name(name: str, whole: Whole | None = None) -> str:
+def adapter_file_name(name: str, names: FileNames = OWN_NAMES) -> str:
     """A trained tensor's name in peft's ``adapter_model.safetensors``.
 
     Args:
-        whole: of a model that is a text part, whose tensors are named as in it.
+        names: of the model's files.
     """
     inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)
-    if whole is not None:
-        inner = whole.outer(inner) or inner
-    return f"base_model.model.{inner}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    outer = names.outer(inner) or inner
+    return f"base_model.model.{outer}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Adapter:
     """Names of the modules of experts that have adapters."""
     expert_leaves: tuple[str, ...] = ()
     """The names by which the adapter's file has one expert's layers; () if it has all experts in one tensor."""
-    whole: Whole | None = None
-    """What the model is the text part of; peft's config names that one's modules."""
+    names: FileNames = OWN_NAMES
+    """Of the model's files; peft's config has them."""
 
     def identity(self) -> dict[str, str]:
         """What may not change when a run is resumed, by the TOML's keys; dropout may."""
@@ -91,69 +92,12 @@ class Adapter:
     def save(self, directory: Path) -> None:
         """Write ``adapter_config.json`` as peft does, for inference."""
         values = {**self.config.to_dict(), "inference_mode": True}
-        if self.whole is not None:
-            experts = {f"{name}{inner}" for name in self.experts for inner in ("", ".base_layer")}
-            values = _named_in_whole(values, [name for name in self.layers if name not in experts], self.whole)
+        experts = {f"{name}{inner}" for name in self.experts for inner in ("", ".base_layer")}
+        values = self.names.outer_config(values, [name for name in self.layers if name not in experts])
         if self.expert_leaves:  # peft makes `target_parameters` of these as it loads
             values |= {"target_modules": [*values["target_modules"], *self.expert_leaves], "target_parameters": None}
         text = json.dumps(values, indent=2, sort_keys=True, default=sorted)
         (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-
-
-def _named_in_whole(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
-    """The values of a text part's config, with the whole's names: each layer by its whole name there, since a short
-    name or an expression might match another part's layers.
-
-    Args:
-        layers: that have adapters, without experts, by their names in the text part.
-    """
-    ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
-    saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
-    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
-    chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
-    return {
-        **values,
-        **chosen,
-        **patterns,
-        "target_modules": [whole.outer(name) for name in layers],
-        "modules_to_save": saved or None,
-    }
-
-
-def read_named_in_whole(config: Any, whole: Whole) -> None:
-    """Turn names of a whole's modules in peft's config into those of its text part, in place.
-
-    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
-    """
-    target = config.target_modules
-    key = "lora.target_modules"
-    if isinstance(target, str):
-        with contextlib.suppress(re.error):  # reported where the text part's names are matched
-            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
-            if outside := [name for name in found if whole.inner(name) is None]:
-                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
-                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
-            if found and target.lower() != "all-linear":
-                config.target_modules = {whole.inner(name) for name in found}
-    elif target:
-        config.target_modules = {whole.inner(name) or name for name in target}
-    if config.modules_to_save:
-        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
-    for field in _PATTERNS:
-        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
-
-
-def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
-
-    peft takes the first key that matches the end of a name, as an expression.
-    """
-    found = {}
-    for name, _ in whole.model.named_modules() if pattern else ():
-        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
-        if key is not None and (inner := whole.inner(name)) is not None:
-            found[inner] = pattern[key]
-    return found
 
 
 def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:

@@ -26,11 +26,11 @@ from transformers.core_model_loading import (
 
 from fsdp2kit.weights.modules import build_skeleton
 from fsdp2kit.weights.record import weights_of
-from fsdp2kit.weights.whole import Whole
+from fsdp2kit.weights.whole import OWN_NAMES, FileNames
 
 
 @dataclass
-class Source:
+class TensorSource:
     """The stored tensors that make one tensor of a model; or several, where a stored tensor is split."""
 
     name: str
@@ -41,8 +41,8 @@ class Source:
     """Stored name, and the pattern of the converter that it matches."""
     copies: list[str] = field(default_factory=list)
     """Stored names of a tied tensor's second copy."""
-    whole: Whole | None = None
-    """The whole, whose files these are, of a model that is a text part."""
+    names: FileNames = OWN_NAMES
+    """Of the files, by which the recipe names its tensors."""
 
     def targets(self, names: Iterable[str]) -> set[str]:
         """Those of the model's ``names`` that this makes."""
@@ -62,19 +62,16 @@ class Source:
             yield self.name, slices[self.stored[0][0]]
             return
         converter = copy.deepcopy(self.converter)
-        name = self.name
-        if self.whole is not None:
-            model = self.whole.model
-            name = str(self.whole.outer(name))
+        name = str(self.names.outer(self.name))
+        model = self.names.stored_model(model)
         for stored, pattern in self.stored:
             read: Any = partial(getitem, slices[stored], ...)
             converter.add_tensor(name, stored, pattern, read)
         for target, tensor in converter.convert(name, model=model, config=model.config).items():
-            target = target if self.whole is None else str(self.whole.inner(target))
-            yield target, tensor[0] if isinstance(tensor, list) else tensor
+            yield str(self.names.inner(target)), tensor[0] if isinstance(tensor, list) else tensor
 
 
-def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], list[str]]:
+def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[TensorSource], list[str]]:
     """What each of the model's tensors is made of, a tied one once; and the stored names that the model does not use.
 
     The tensors of the other parts, in the files of a text part's whole, are neither.
@@ -83,14 +80,12 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
         model: on any device, sharded or not.
         stored: all names in its files.
     """
-    whole = weights_of(model).whole
-    found, unexpected = _find_sources(model if whole is None else whole.model, stored)
-    if whole is None:
-        return found, list(unexpected)
+    names = weights_of(model).names
+    found, unexpected = _find_sources(names.stored_model(model), stored)
     for source in found:
-        source.name = whole.inner(source.name) or ""
-        source.whole = whole
-    left = [key for key, name in unexpected.items() if whole.inner(name) is not None]
+        source.name = names.inner(source.name) or ""
+        source.names = names
+    left = [key for key, name in unexpected.items() if names.inner(name) is not None]
     return [source for source in found if source.name], left
 
 
@@ -99,15 +94,14 @@ def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
 
     A tied tensor's second copy is the text part's: it would not follow the first.
     """
-    whole = weights_of(model).whole
+    names = weights_of(model).names
     stored = list(stored)
-    assert whole is not None, "this model is no text part"
-    of_text = [source for source in _find_sources(whole.model, stored)[0] if whole.inner(source.name)]
+    of_text = [source for source in _find_sources(names.stored_model(model), stored)[0] if names.inner(source.name)]
     used = {key for source in of_text for key in (*(key for key, _ in source.stored), *source.copies)}
     return [key for key in stored if key not in used]
 
 
-def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], dict[str, str]]:
+def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[TensorSource], dict[str, str]]:
     """As `find_sources`, of a model of its own; and the stored names that it does not use, with the names that they
     would have in it."""
     skeleton = build_skeleton(model)  # some entries go by the class, which FSDP changes
@@ -116,7 +110,7 @@ def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[S
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     targets = skeleton.state_dict()
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     unexpected: dict[str, str] = {}
     for key in sorted(stored, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
@@ -126,7 +120,7 @@ def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[S
         if name not in targets:
             unexpected[key] = name
             continue
-        source = found.setdefault(name, Source(name, None if pattern is None else by_pattern[pattern]))
+        source = found.setdefault(name, TensorSource(name, None if pattern is None else by_pattern[pattern]))
         source.stored.append((key, pattern or key))
     # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
     for alias, name in weights_of(model).ties.items():
@@ -148,10 +142,9 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
     """
     if model is None:
         return tensors
-    if (whole := weights_of(model).whole) is not None:
-        model = whole.model
-        tensors = {str(whole.outer(name)): tensor for name, tensor in tensors.items()}
-    return revert_weight_conversion(model, dict(tensors))
+    names = weights_of(model).names
+    outer = {str(names.outer(name)): tensor for name, tensor in tensors.items()}
+    return revert_weight_conversion(names.stored_model(model), outer)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -21,6 +21,7 @@ from fsdp2kit.weights.adapters import adapter_file_name
 from fsdp2kit.weights.conversion import to_file_names
 from fsdp2kit.weights.parts import Parts, read_parts
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.whole import OWN_NAMES
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +88,11 @@ def adapter_entries(
         tensors: the adapter's, and of modules that are trained whole, by their names in the model with adapters.
         one_by_one: whether factors of the model's experts are one tensor for each layer of each expert.
     """
-    whole = None if model is None else weights_of(model).whole
+    names = OWN_NAMES if model is None else weights_of(model).names
     found = []
     for name, tensor in tensors.items():
         meta = {name: _meta(tensor, dtype)}
-        own = adapter_file_name(name, whole)
+        own = adapter_file_name(name, names)
         entry = WeightEntry(meta, {own: meta[name]})
         if model is not None and one_by_one:
             forms = adapter_files(model, meta)

@@ -23,7 +23,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.weights.adapter_values import fill_adapter
-from fsdp2kit.weights.conversion import Source, find_sources
+from fsdp2kit.weights.conversion import TensorSource, find_sources
 from fsdp2kit.weights.modules import base_tensors, build_skeleton, packed_weights
 from fsdp2kit.weights.record import source_of, weights_of
 from fsdp2kit.weights.shards import copy_part, fill_vocabulary, grown_tensors, row_blocks, vocabulary_tensors
@@ -103,7 +103,7 @@ def open_pretrained(
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         found = {}
 
-        def read(source: Source, name: str) -> Tensor:
+        def read(source: TensorSource, name: str) -> Tensor:
             tensor = dict(source.tensors(model, slices))[name][...]
             if grow and name in ends and len(tensor) < (rows := shapes[name][0]):
                 grown = tensor.new_empty(rows, *tensor.shape[1:])
@@ -122,7 +122,7 @@ def open_pretrained(
 
 def _checked_sources(
     model: PreTrainedModel, directory: Path, stored: Mapping[str, Any], *, allow_unexpected: bool
-) -> list[Source]:
+) -> list[TensorSource]:
     """What `find_sources` gives; missing and unexpected tensors are refused, and tied ones that are stored apart.
 
     Args:
@@ -139,7 +139,7 @@ def _checked_sources(
         raise UserError(str(directory), what, f"is it a checkpoint of {kind}, and whole?")
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
-    # A text part's layers that are not run would be carried over as they are.
+    # A text part's layers that are not run would be copied as they are.
     if unexpected and (not allow_unexpected or weights_of(model).whole is not None):
         what = f"{some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"

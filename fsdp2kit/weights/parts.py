@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ RECORD = "carried"
 """The key of `parts_record` in a manifest's environment."""
 
 
+@dataclass(frozen=True)
+class RecordedParts:
+    """What a manifest's environment says of other parts; the field has the name `RECORD`."""
+
+    carried: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What the files of a whole hold beside its text part (`fsdp2kit.weights.whole.Whole`), and how they name that."""
+    """What the files of a whole hold beside its text part, and how they name that."""
 
     directory: Path
     others: dict[str, Tensor]

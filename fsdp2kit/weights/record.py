@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fsdp2kit.weights.adapters import Adapter, base_name
-from fsdp2kit.weights.whole import Whole
+from fsdp2kit.weights.whole import OWN_NAMES, FileNames, Whole
 
 _ATTRIBUTE = "_fsdp2kit_weights"
 
@@ -68,14 +68,19 @@ class Weights:
     """The model's own config."""
     source: ModelSource | None = None
     """Where the model comes from; None for one that `build_model` did not make."""
-    whole: Whole | None = None
-    """What the model is the text part of; None for a model of its own."""
+    names: FileNames = OWN_NAMES
+    """How the files name what the model has; a `Whole` for a text part."""
     adapter: Adapter | None = None
     """The adapters that were built into it; None where there are none."""
     asleep: dict[str, Any] = field(default_factory=dict)
     """What is on the host and not on the device, by tag; see `fsdp2kit.rl.sleep`."""
     asked_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = field(default_factory=dict)
     """What `dtypes` found."""
+
+    @property
+    def whole(self) -> Whole | None:
+        """What the model is the text part of; None for a model of its own."""
+        return self.names if isinstance(self.names, Whole) else None
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype that ``from_pretrained(dtype=dtype)`` gives each floating-point parameter and persistent buffer.
@@ -92,6 +97,10 @@ class Weights:
             self.asked_dtypes[dtype] = _ask_dtypes(self.kind, self.config, dtype)
         return self.asked_dtypes[dtype]
 
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of one tensor, by its name in the model with adapters; an adapter's own has ``dtype``."""
+        return self.dtypes(dtype).get(base_name(name) or "", dtype)
+
     def kept_in_float32(self, dtype: torch.dtype, names: Iterable[str]) -> set[str]:
         """Those of ``names`` (the model's, with adapters) that stay in float32 where others are ``dtype``."""
         if dtype == torch.float32:
@@ -99,9 +108,15 @@ class Weights:
         wanted = self.dtypes(dtype)
         return {name for name in names if wanted.get(base_name(name) or "") == torch.float32}
 
-    def untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """What an export cannot ask of a class that transformers itself does not know: the dtype of an export → those
-        of ``names`` that stay in float32 in it. Empty for other classes, and with adapters."""
+    def manifest_fields(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """What a manifest says of the tensors ``names``: fields of `fsdp2kit.checkpoint.manifest.Manifest`.
+
+        An export cannot ask a class that transformers does not know, so ``kept_in_float32`` has for each dtype of an
+        export the tensors that stay in float32. It is empty for other classes, and with adapters.
+        """
+        return {"tied": self.ties, "kept_in_float32": self._untold_in_float32(names)}
+
+    def _untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
         is_asked = not issubclass(self.kind, PreTrainedModel) or hasattr(transformers, self.kind.__name__)
         if self.adapter is not None or is_asked:
             return {}

@@ -23,7 +23,7 @@ from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.text_part import load_whole
+from fsdp2kit.model.build import load_whole
 from fsdp2kit.weights import safetensors_file
 from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
 from tests.checkpoint import jobs
