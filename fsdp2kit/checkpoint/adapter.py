@@ -8,23 +8,12 @@ from fsdp2kit.checkpoint.staging import RECORD
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.files.redaction import without_secrets
-from fsdp2kit.model.adapters import inject, read_adapter_config
-from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.weights.adapters import CONFIG_NAME
-from fsdp2kit.weights.experts import find_experts
 
 
 def holds_adapter(config_dir: Path) -> bool:
     """Whether a checkpoint with these assets holds adapters instead of a model."""
     return (config_dir / CONFIG_NAME).is_file()
-
-
-def names_experts(config_dir: Path) -> bool:
-    """Whether its adapter's file has a factor for each layer of each expert."""
-    model = model_on_meta(config_dir)
-    if model is None or not find_experts(model):
-        return False
-    return bool(inject(model, read_adapter_config(config_dir, str(config_dir))).expert_leaves)
 
 
 def check_same_base(directory: Path, weights: str) -> None:

@@ -22,7 +22,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit.checkpoint.adapter import holds_adapter, names_experts
+from fsdp2kit.checkpoint.adapter import holds_adapter
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import open_checkpoint
@@ -35,6 +35,7 @@ from fsdp2kit.files.redaction import cleaned
 from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job import distributed, stop
 from fsdp2kit.job.distributed import agreement
+from fsdp2kit.model.adapters import names_experts
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.code_files import code_files
@@ -257,7 +258,8 @@ def plan_export(
     directory.check_replaceable(read=[parts])
     keys, tensors = stored_weights(checkpoint, None if is_adapter else model)
     if is_adapter:
-        found = adapter_entries(model, tensors, DTYPES[dtype], one_by_one=names_experts(config_dir))
+        one_by_one = model is not None and names_experts(model, config_dir)
+        found = adapter_entries(model, tensors, DTYPES[dtype], one_by_one=one_by_one)
         files = {ADAPTER_WEIGHTS: found}
     else:
         kept = manifest.in_float32(dtype) if manifest else ()

@@ -185,15 +185,8 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     todo = f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
     is_list = not isinstance(config.target_modules, str)
     given = list(config.target_modules or ()) if is_list else []
-    per_expert = stored_leaves(model)
-    taken = [name for name in given if name == ALL_EXPERTS]
-    if per_expert:
-        trial = copy.copy(config)
-        trial.target_modules = set(per_expert)
-        trial.target_parameters = None
-        if not _as_converted(trial, model).target_parameters:  # peft would not find them in a file
-            per_expert = []
-        taken += [name for name in given if name in per_expert]
+    per_expert = leaves_in_files(model, config)
+    taken = [name for name in given if name == ALL_EXPERTS or name in per_expert]
     if config.target_parameters or taken:
         wanted = target_parameters(model)
         parts = set(taken) - {ALL_EXPERTS}
@@ -217,6 +210,36 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
         what = f"{', '.join(sorted(left))}: peft takes a name for parts of experts in one tensor, or for a router"
         raise UserError(key, what, todo)
     return tuple(per_expert) if config.target_parameters else ()
+
+
+def leaves_in_files(model: PreTrainedModel, config: Any) -> list[str]:
+    """The names by which an adapter's file has one expert's layers; none where it has all experts in one tensor.
+
+    Args:
+        config: peft's, of the adapter.
+    """
+    per_expert = stored_leaves(model)
+    if not per_expert:
+        return []
+    trial = copy.copy(config)
+    trial.target_modules = set(per_expert)
+    trial.target_parameters = None
+    # Without these, peft would not find them in a file.
+    return per_expert if _as_converted(trial, model).target_parameters else []
+
+
+def names_experts(model: PreTrainedModel, config_dir: Path) -> bool:
+    """Whether an adapter's file would have a factor for each layer of each expert.
+
+    Args:
+        model: without adapters.
+        config_dir: has the adapter's config.
+    """
+    if not find_experts(model):
+        return False
+    config = read_adapter_config(config_dir, str(config_dir))
+    weights_of(model).names.read_config(config)
+    return bool(leaves_in_files(model, config))
 
 
 def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -9,7 +9,8 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -19,6 +20,8 @@ from fsdp2kit.errors import UserError
 
 TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # fields of peft's config that map names of modules to values
+
+_Value = TypeVar("_Value")
 
 
 class FileNames:
@@ -46,6 +49,15 @@ class FileNames:
 
     def read_config(self, config: Any) -> None:
         """Turn the files' names of modules in peft's config into the model's, in place."""
+
+    def inner_keys(self, stored: dict[str, _Value], *, source: Path, others_from: Path) -> dict[str, _Value]:
+        """A state dict's values by keys that name the model's tensors, where they name those of the files.
+
+        Args:
+            source: where the state dict comes from.
+            others_from: where an export takes the other parts' tensors from.
+        """
+        return stored
 
 
 OWN_NAMES = FileNames()
@@ -114,6 +126,27 @@ class Whole(FileNames):
             config.modules_to_save = [self.inner(name) or name for name in config.modules_to_save]
         for field in _PATTERNS:
             setattr(config, field, self._by_module(getattr(config, field) or {}))
+
+    def inner_keys(self, stored: dict[str, _Value], *, source: Path, others_from: Path) -> dict[str, _Value]:
+        """As in `FileNames`, under any prefix.
+
+        Raises:
+            UserError: another part's tensor is among them.
+        """
+        # Files from before transformers 4.52 name them without "model.".
+        others = {name.removeprefix("model.") for name in self.model.state_dict() if self.inner(name) is None}
+        for key in stored:
+            parts = key.split(".")
+            if any(".".join(parts[start:]) in others for start in range(len(parts))):
+                what = (
+                    f"holds {key}, which is no part of the text part; exports would take it from {others_from} instead"
+                )
+                raise UserError(str(source), what, "if it was not trained, leave such tensors out of the state dict")
+        renamed = stored
+        for own, there in self.pairs:
+            pattern = re.compile(rf"(?<![^.]){re.escape(there)}(?=\.)")
+            renamed = {pattern.sub(own, key, count=1): one for key, one in renamed.items()}
+        return renamed
 
     def _by_module(self, pattern: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
