@@ -213,8 +213,8 @@ def ensure_export(
     stale = True
     with agreement(group):
         if distributed.rank() == 0:
-            record = directory.record()
             digest = _manifest_digest(checkpoint)
+            record = directory.record()
             if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
                 stale = not directory.is_whole()
     stale = bool(distributed.gather_objects(stale, group=group)[0])
