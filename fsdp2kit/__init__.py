@@ -111,8 +111,6 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.job.start import start_job as start_job
     from fsdp2kit.model.build import build_model as build_model
     from fsdp2kit.model.tokenizer import build_tokenizer as build_tokenizer
-    from fsdp2kit.model.weights import initialize as initialize
-    from fsdp2kit.model.weights import load_pretrained as load_pretrained
     from fsdp2kit.optim.build import build_lr_schedule as build_lr_schedule
     from fsdp2kit.optim.build import build_optimizer as build_optimizer
     from fsdp2kit.parallel.context_parallel.batch import build_slice_batch as build_slice_batch
@@ -129,6 +127,8 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.train.run import Run as Run
     from fsdp2kit.train.step import clip_gradients as clip_gradients
     from fsdp2kit.train.step import cross_entropy as cross_entropy
+    from fsdp2kit.weights.initialize import initialize as initialize
+    from fsdp2kit.weights.load import load_pretrained as load_pretrained
 
 __version__ = "0.1.0"
 
@@ -150,8 +150,8 @@ _HOMES = {
     "plan_memory": "planner.estimate",
     "build_data": "data.build",
     "parallelize_model": "parallel.parallelize",
-    "initialize": "model.weights",
-    "load_pretrained": "model.weights",
+    "initialize": "weights.initialize",
+    "load_pretrained": "weights.load",
     "build_optimizer": "optim.build",
     "build_lr_schedule": "optim.build",
     "build_checkpoints": "checkpoint.run",

@@ -37,11 +37,10 @@ from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.run_directory import lock_run_dir, write_record
 from fsdp2kit.job.start import start_job
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
-from fsdp2kit.model.assets import find_hf_dir, weights_digest
+from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -50,6 +49,9 @@ from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.stored import weights_digest
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"

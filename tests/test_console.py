@@ -30,7 +30,7 @@ from fsdp2kit.console import Bar, Line, progress_bar, rich_console, say, show, v
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.model.build import build_model, materialize
-from fsdp2kit.model.weights import load_pretrained
+from fsdp2kit.weights.load import load_pretrained
 from tests.reference import tiny_model_dir
 from tests.test_bad_input import attempt, model_dir, toml_for
 from tests.workers import WorkerPool

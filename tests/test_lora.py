@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import worst_relative
@@ -166,7 +167,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.state_dict().items())
     assert torch.allclose(logits(merged), apart, rtol=1e-4, atol=1e-4)
 
-    said = dcp_to_hf(checkpoint, tmp_path / "default", merge=True)
+    said = merge_to_hf(checkpoint, tmp_path / "default")
     assert said == "bfloat16, which the config of the model that the adapter was trained on names"
     found = load_file(tmp_path / "default" / "model.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}, "the source's"
@@ -176,7 +177,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
     fields = json.loads((unnamed / "config.json").read_text())
     del fields["dtype"]
     (unnamed / "config.json").write_text(json.dumps(fields))
-    said = dcp_to_hf(checkpoint, tmp_path / "again", merge=True, config_dir=unnamed)
+    said = merge_to_hf(checkpoint, tmp_path / "again", config_dir=unnamed)
     assert said == f"bfloat16, in which {model_dir} has most weights"
 
     other = other_weights(model_dir, tmp_path / "other")
@@ -188,7 +189,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
         assert says in capsys.readouterr().err
     hf_to_dcp(tmp_path / "merged", tmp_path / "dcp")
     with pytest.raises(UserError, match="holds a whole model, and no adapter"):
-        dcp_to_hf(tmp_path / "dcp", tmp_path / "x", merge=True)
+        merge_to_hf(tmp_path / "dcp", tmp_path / "x")
 
 
 @pytest.mark.full
@@ -206,7 +207,7 @@ def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weight
     resumed = resume(run, checkpoint, tmp_path / "more", 4, *quantized, "mesh.cp=2", "fsdp.strategy=shard_grad_op")
     assert worst_relative([line["loss"] for line in resumed], losses(whole)[3:]) < 1e-5
 
-    dcp_to_hf(whole / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    merge_to_hf(whole / "checkpoints" / "step-000006", tmp_path / "merged", dtype="float32")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     theirs = with_adapter(model_dir, whole / "hf").merge_and_unload().state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.items())
@@ -217,7 +218,7 @@ def test_training_goes_on_from_an_adapter(
     straight: Path, run: Run, toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
     """Its first loss is that of the merged model, trained in full."""
-    dcp_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    merge_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", dtype="float32")
     more = ("train.steps=1", "checkpoint.export_hf=never")
     [adapter] = run(tmp_path / "adapter", 2, f"model.adapter={straight / 'hf'}", *more)
     [full] = run(tmp_path / "full", 1, f"model.path={tmp_path / 'merged'}", *more)

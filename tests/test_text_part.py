@@ -17,27 +17,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
-from fsdp2kit.checkpoint.hf import dcp_to_hf, plan_export
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.merge import plan_merge
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
-from fsdp2kit.model.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_of
 from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.names import (
-    adapter_file_name,
-    conversion_groups,
-    find_sources,
-    is_of_adapter,
-    tied_names,
-    to_file_names,
-    whole_of,
-)
-from fsdp2kit.model.text_part import check_same_logits, text_config_of
-from fsdp2kit.model.weights import load_pretrained
+from fsdp2kit.model.text_part import text_config_of
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
+from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_name, is_of_adapter
+from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.entries import grouped_entries
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.record import weights_of
 from tests.parallel.jobs import Case, run_cases
 from tests.parts import load_class, look, stored, write_whole
 from tests.reference import VOCABULARY, beyond, full, plain_batches
@@ -171,12 +166,12 @@ def test_modules_that_are_trained_whole_keep_their_names(saved: list[str], tmp_p
     lora = LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved)
     model = build_model(ModelConfig(path=str(path)), lora=lora)
     for name in ("first", "second"):
-        adapter, folder = adapter_of(model), tmp_path / name
+        adapter, folder = weights_of(model).adapter, tmp_path / name
         assert adapter is not None
         folder.mkdir()
         adapter.save(folder)
         values = {
-            adapter_file_name(one, model): parameter.to("meta")
+            adapter_file_name(one, weights_of(model).names): parameter.to("meta")
             for one, parameter in model.named_parameters()
             if is_of_adapter(one)
         }
@@ -201,7 +196,7 @@ def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path)
     for name in ("adapter", "again"):
         theirs: Any = get_peft_model(load_class("gemma3", path), peft.LoraConfig.from_pretrained(str(tmp_path / name)))
         model = build_model(ModelConfig(path=str(path), adapter=str(tmp_path / name)))
-        adapter, whole = adapter_of(model), whole_of(model)
+        adapter, whole = weights_of(model).adapter, weights_of(model).whole
         assert adapter is not None
         assert whole is not None
         found = {}
@@ -218,7 +213,7 @@ def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path)
 def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) -> None:
     """Or else in that of the weights."""
     path = write_whole("gemma3", tmp_path, dtype=torch.bfloat16)
-    adapter = adapter_of(build_model(ModelConfig(path=str(path)), lora=LoraConfig(rank=4)))
+    adapter = weights_of(build_model(ModelConfig(path=str(path)), lora=LoraConfig(rank=4))).adapter
     fields = json.loads((path / "config.json").read_text())
     assert adapter is not None
     adapter.save(path)
@@ -226,7 +221,7 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
     text = fields["text_config"]
     for named in ({"torch_dtype": "float16"}, {"text_config": {**text, "dtype": "float16"}}, {}):
         (path / "config.json").write_text(json.dumps({**fields, **named}))
-        plan = plan_export(tmp_path, tmp_path / "out", config_dir=path, merge=str(path))
+        plan = plan_merge(tmp_path, tmp_path / "out", config_dir=path, base=str(path))
         assert plan.dtype == ("float16" if named else "bfloat16")
 
 
@@ -234,7 +229,7 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "mistral3", "qwen3_5"])
 def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY + 8), plain_batches(1)
-    text = whole_of(build_model(ModelConfig(path=str(path))))
+    text = weights_of(build_model(ModelConfig(path=str(path)))).whole
     assert text is not None
 
     def plain(micro_batch_size: int) -> tuple[float, dict[str, np.ndarray]]:
@@ -282,7 +277,7 @@ def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None
 @pytest.mark.parametrize("names", ["text", "whole", "former"])
 def test_a_state_dict_of_the_whole_loses_nothing(names: str, tmp_path: Path) -> None:
     path = write_whole("gemma3", tmp_path)
-    whole, part = load_class("gemma3", path), whole_of(build_model(ModelConfig(path=str(path))))
+    whole, part = load_class("gemma3", path), weights_of(build_model(ModelConfig(path=str(path)))).whole
     assert part is not None
     state = {name: one + 1 for name, one in whole.state_dict().items()}
     called = {
@@ -316,10 +311,10 @@ def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> 
     model: Any = build_model(ModelConfig(path=str(path)))
     materialize(model, device=torch.device("cpu"))
     load_pretrained(model)
-    tensors = {name: one for name, one in model.state_dict().items() if name not in tied_names(model)}
+    tensors = {name: one for name, one in model.state_dict().items() if name not in weights_of(model).ties}
     back: dict[str, torch.Tensor] = {}
-    for group in conversion_groups(model, {name: one.to("meta") for name, one in tensors.items()}):
-        sent = to_file_names(model, {name: tensors[name] for name in group.names})
+    for group in grouped_entries(model, {name: one.to("meta") for name, one in tensors.items()}):
+        sent = to_file_names(model, {name: tensors[name] for name in group.tensors})
         assert sent.keys() <= stored(path).keys()
         sources, unknown = find_sources(model, sent)
         assert not unknown
@@ -381,9 +376,9 @@ def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path:
 
 def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
-    whole, traits = whole_of(model), inspect_model(model)
+    whole, traits = weights_of(model).whole, inspect_model(model)
     assert whole is not None
-    check_same_logits(whole, traits.twin())
+    whole.check_same_logits(traits.twin())
     forward = Gemma3ForConditionalGeneration.forward
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +387,7 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
     with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
-        check_same_logits(whole, traits.twin())
+        whole.check_same_logits(traits.twin())
 
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise ImportError("it needs timm\n(pip install timm)")

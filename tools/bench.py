@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
 def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> None:
     """Add a bench's parameters, without its world: type and default from the signature, help from the docstring.
 
-    Parameters that are not keyword-only become arguments without a flag. Whole numbers must be positive.
+    Parameters that are not keyword-only become arguments without a flag. Integers must be positive.
     """
     helps = dict(re.findall(r"^ +(\w+): (.+)$", inspect.getdoc(bench) or "", re.MULTILINE))
     kinds = get_type_hints(bench)

@@ -11,31 +11,33 @@ import sys
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
-from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
+from fsdp2kit.checkpoint.merge import merge_to_hf
+from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import CONFIG_NAME
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.model.code_files import code_files
+from fsdp2kit.weights.adapters import CONFIG_NAME
 
 
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = parse_conversion(arguments, prog="dcp_to_hf", to_hf=True)
-    checkpoint, out = to_path(options.source), to_path(options.out)
+    checkpoint = to_path(options.source)
+    out = to_path(options.out)
     if options.verify and (options.merge or (checkpoint / "hf" / CONFIG_NAME).is_file()):
         what = "compares a whole model's checkpoint with its export, and this one holds an adapter"
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     if not is_remote(out):
         check_writable(out.parent, where="out")
-    dtype = dcp_to_hf(
-        checkpoint,
-        out,
-        dtype=options.dtype,
-        max_shard_bytes=MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9),
-        config_dir=options.config,
-        merge=options.merge or False,
-    )
+    size = MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9)
+    given = {"dtype": options.dtype, "max_shard_bytes": size, "config_dir": options.config}
+    if options.merge:
+        base = options.merge if isinstance(options.merge, str) else None
+        dtype = merge_to_hf(checkpoint, out, base=base, **given)
+    else:
+        dtype = dcp_to_hf(checkpoint, out, **given)
     show(f"{out}: written in {dtype}")
     missing = [] if is_remote(out) else code_files(out)[1]
     if missing:  # of checkpoints that were saved before their code was copied

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, GenerationConfig, logging
 from fsdp2kit.console import in_one_line, positive, show, user_path
 from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
-from fsdp2kit.model.adapters import CONFIG_NAME
-from fsdp2kit.model.text_part import load_whole
+from fsdp2kit.model.build import load_whole
+from fsdp2kit.weights.adapters import CONFIG_NAME
 
 
 @in_one_line

@@ -32,10 +32,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model, shrink_config
-from fsdp2kit.model.weights import initialize
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.rl.engines.engine import Request
 from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
+from fsdp2kit.weights.initialize import initialize
 
 COLUMNS = ("one document a row", "packed", "Ulysses", "ring", "allgather", "LoRA", "QLoRA", "export", "generation")
 EXACT = "exact"

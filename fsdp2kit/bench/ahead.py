@@ -41,7 +41,7 @@ def bench_ahead(
     steps: int = 24,
     reward_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Whole runs of a TOML with rollout.ahead beside the same with 0, in turns, another seed each round. Collective.
+    """Runs of a TOML with rollout.ahead beside the same with 0, in turns, another seed each round. Collective.
 
     An embedded engine stands for the server: it samples in the trainer's process, on the trainer's cores. A further
     reward function sleeps. The first and the last steps, which start and empty the queue of rounds, do not count.

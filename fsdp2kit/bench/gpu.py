@@ -19,7 +19,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import World, local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
-from fsdp2kit.model.names import build_skeleton, nf4_weights
+from fsdp2kit.weights.modules import build_skeleton, packed_weights
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "tie_word_embeddings")
@@ -145,7 +145,7 @@ def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
     """Fill with random values, fast: training draws them on the host, which takes longer than the steps for 8B."""
     torch.manual_seed(seed)
     shapes, device = build_skeleton(model).state_dict(), next(model.parameters()).device
-    for name, fill in nf4_weights(model).items():
+    for name, fill in packed_weights(model).items():
         fill(0.02 * torch.randn(shapes[name].shape, device=device))
     for values in (local_part(p.detach()) for p in model.parameters() if p.is_floating_point()):
         _ = values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)

@@ -32,10 +32,10 @@ from fsdp2kit.bench.harness import Side
 from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.job.distributed import World, gather_objects, work_on_this_device
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.weights.record import weights_of
 
 
 class HFSide(Side):
@@ -96,7 +96,7 @@ class HFSide(Side):
                 model = AutoModelForCausalLM.from_config(load_hf_config(section), **how)
         else:
             model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
-        if adapter := adapter_of(build_model(section, lora=lora)):
+        if adapter := weights_of(build_model(section, lora=lora)).adapter:
             from peft import get_peft_model
 
             model = get_peft_model(model, adapter.config)

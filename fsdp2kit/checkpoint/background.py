@@ -31,7 +31,8 @@ class BackgroundSave:
         self._writer = ThreadPoolExecutor(1, "fsdp2kit-save", initializer=work_on_this_device())
         self._staged: Future[Tensors] | None = None
         self._saved: Future[None] | None = None
-        self._waited, self._waits_since = 0.0, None
+        self._waited = 0.0
+        self._waits_since = None
 
     @property
     def waited(self) -> float:
@@ -72,7 +73,9 @@ class BackgroundSave:
 
     def finish(self) -> None:
         """Wait for the save, if one is under way, and raise its error."""
-        saved, self._saved, self._staged = self._saved, None, None
+        saved = self._saved
+        self._saved = None
+        self._staged = None
         if saved is not None:
             with self._waiting():
                 saved.result()
@@ -83,7 +86,8 @@ class BackgroundSave:
         try:
             yield
         finally:
-            self._waited, self._waits_since = self.waited, None
+            self._waited = self.waited
+            self._waits_since = None
 
 
 def _build_stager() -> DefaultStager:

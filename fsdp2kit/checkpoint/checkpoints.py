@@ -44,17 +44,18 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
+from fsdp2kit.checkpoint.store import check_writable, fill, in_use, open_store
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import tied_names
+from fsdp2kit.weights import parts
+from fsdp2kit.weights.record import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ class Checkpoints:
             Called on rank 0 alone, so it must not contain a collective.
         environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
         source_dtype: dtype of an export where ``checkpoint.export_dtype`` names none.
-        kept_in_float32: as in the manifest.
         read: directories that the run reads models from, which an export must not replace.
         notes: what an export has that its source lacks, a line each.
         can_answer: whether an export has a tokenizer.
@@ -90,7 +90,6 @@ class Checkpoints:
         write_assets: Callable[[Path], None],
         environment: dict[str, Any] | None = None,
         source_dtype: str | None = None,
-        kept_in_float32: dict[str, list[str]] | None = None,
         read: Iterable[Path | None] = (),
         notes: Sequence[str] = (),
         can_answer: bool = False,
@@ -98,7 +97,8 @@ class Checkpoints:
         tell: Callable[[str], object] = say,
         events: Events | None = None,
     ) -> None:
-        section, run_dir = config.checkpoint, Path(config.run.dir)
+        section = config.checkpoint
+        run_dir = Path(config.run.dir)
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
@@ -110,9 +110,15 @@ class Checkpoints:
                 self.export_directory.check_apart(root)
                 self.export_directory.check_replaceable(read=read)
         self.store = open_store(root)
-        self.config, self.model, self.optimizer = config, model, optimizer
-        self.identity, self.environment, self.notes = identity, environment or {}, [*notes]
-        self.can_answer, self.total_steps, self._events = can_answer, total_steps, events or Events()
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.identity = identity
+        self.environment = environment or {}
+        self.notes = [*notes]
+        self.can_answer = can_answer
+        self.total_steps = total_steps
+        self._events = events or Events()
         self.export_dtype = section.export_dtype or source_dtype
         self.resumed: Path | None = None
         """The checkpoint that `start` resumed from."""
@@ -122,8 +128,9 @@ class Checkpoints:
         """The checkpoint that the export was made from."""
         self.left_an_export = False
         """Whether the last export was left, because the run is asked to stop."""
-        self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
-        self._tied = tied_names(model)
+        self._write_assets = write_assets
+        self._tell = tell
+        self._facts = weights_of(model).manifest_fields(model.state_dict())
         self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
@@ -157,7 +164,9 @@ class Checkpoints:
         with agreement():
             if rank() == 0:
                 self.notes += self._check_room()
-        if self.resumed is None or adapter_of(self.model) is not None:  # its checkpoints hold the adapter alone
+        if (
+            self.resumed is None or weights_of(self.model).adapter is not None
+        ):  # its checkpoints hold the adapter alone
             fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         return self.restore(self.resumed) if self.resumed else Progress()
 
@@ -203,7 +212,8 @@ class Checkpoints:
         total = self.config.train.steps if self.total_steps is None else self.total_steps
         if total is not None and done >= total:
             return []
-        out, dtype = self.export_directory.path, DTYPES[self.export_dtype or "float32"]
+        out = self.export_directory.path
+        dtype = DTYPES[self.export_dtype or "float32"]
         return check_room(self.config, self.model, self.store, out, export_dtype=dtype, make_room=self.finish_sweep)
 
     def restore(self, path: Path) -> Progress:
@@ -301,19 +311,22 @@ class Checkpoints:
 
     def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None, is_over: bool) -> None:
         """Write and publish a checkpoint, throw away what is not kept, and export what is due."""
-        path, began = self.store.path(progress.step), time.monotonic()
+        path = self.store.path(progress.step)
+        began = time.monotonic()
         try:
             self.write(tensors, progress.step)
             size = self.complete(progress)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own error is no `Exception`
             # Every way to fail is agreed on, so no rank is still writing.
-            what, todo = f"{path}: the checkpoint was not saved", what_to_do(error, self.store)
+            what = f"{path}: the checkpoint was not saved"
+            todo = what_to_do(error, self.store)
             failure = storage_failure(what, error, self.store.root, todo, group=self._group)
             if rank() == 0:
                 self.store.abandon(progress.step)
             raise failure from error
         self.saved = path
-        seconds, best = time.monotonic() - began, progress.best_step == progress.step
+        seconds = time.monotonic() - began
+        best = progress.best_step == progress.step
         self._tell(f"saved {path} ({size_text(size)} in {seconds:.1f} s)")
         fields = {"bytes": size, "seconds": seconds, "best": best, "background": self._background is not None}
         waited = self._background.waited if self._background else seconds
@@ -334,8 +347,10 @@ class Checkpoints:
         Returns:
             Bytes of the checkpoint's tensors.
         """
-        step, section = progress.step, self.config.checkpoint
-        directory, settings = self.store.temporary(step), Path(self.config.run.dir, "config.toml")
+        step = progress.step
+        section = self.config.checkpoint
+        directory = self.store.temporary(step)
+        settings = Path(self.config.run.dir, "config.toml")
         with agreement(self._group):
             # By name: a listing on each rank would read the names of all ranks' files.
             names = (directory / f"__{rank()}_{number}.distcp" for number in itertools.count())
@@ -351,11 +366,10 @@ class Checkpoints:
                     step=step,
                     progress=asdict(progress),
                     identity=self.identity,
-                    tied=self._tied,
                     export_dtype=self.export_dtype,
                     files=records,
                     environment=self.environment,
-                    kept_in_float32=self._kept_in_float32,
+                    **self._facts,
                 )
                 check_shared(directory, manifest)
                 write_manifest(directory, manifest)
@@ -373,9 +387,12 @@ class Checkpoints:
 
         If the run is asked to stop, the export is left, and the former one stays; the next start makes it.
         """
-        out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
+        out = self.export_directory.path
+        dtype = self.export_dtype or "float32"
+        began = time.monotonic()
         try:
-            parts_dir = self.environment.get("carried", {}).get("directory")
+            recorded = self.environment.get(parts.RECORD, {}).get("directory")
+            parts_dir = Path(recorded) if recorded else None
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
         except Stopped:  # on all ranks
             self.left_an_export = True
@@ -391,7 +408,8 @@ class Checkpoints:
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
         if is_new:
             self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
-            step, seconds = int(checkpoint.name.rpartition("-")[2]), time.monotonic() - began
+            step = int(checkpoint.name.rpartition("-")[2])
+            seconds = time.monotonic() - began
             self._events.record("export", step=step, path=str(out), seconds=seconds)
         self.exported = checkpoint
 
@@ -435,11 +453,12 @@ class Checkpoints:
         Args:
             maximizes: as in `Progress.describe_best`.
         """
-        newest, lines = self.saved or self.resumed, []
+        newest = self.saved or self.resumed
+        lines = []
         if newest:
             lines.append(f"checkpoint: {newest}")
         if self.exported:
-            kind = "model" if adapter_of(self.model) is None else "adapter"
+            kind = "model" if weights_of(self.model).adapter is None else "adapter"
             out = self.export_directory.path
             lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
             if self.can_answer and not is_remote(out):

@@ -80,7 +80,8 @@ def _add_flags_of_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def _paths(options: Any, arguments: list[str]) -> list[str]:
     """SOURCE and OUT, also where --merge took one of them for its MODEL: then in the order of the command line."""
-    paths, value = options.paths, options.merge
+    paths = options.paths
+    value = options.merge
     if len(paths) != 1 or value not in arguments or kind_of(user_path(value)) == "model":
         return paths
     options.merge = True

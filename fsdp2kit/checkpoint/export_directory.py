@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.checkpoint.staging import OLD, PARTIAL, RECORD, clear_beside, make_beside, mark
-from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
-from fsdp2kit.model.assets import weights_digest
+from fsdp2kit.files.remote import is_remote
+from fsdp2kit.weights.stored import weights_digest
 
 
 @dataclass(eq=False)
@@ -66,7 +66,8 @@ class ExportDirectory:
 
     def check_apart(self, checkpoints: Path) -> None:
         """Refuse an export among checkpoints, or around them: it replaces its directory as a whole."""
-        export, checkpoints = self.path.absolute(), checkpoints.absolute()
+        export = self.path.absolute()
+        checkpoints = checkpoints.absolute()
         if export == checkpoints or export in checkpoints.parents or checkpoints in export.parents:
             what = f"{export} and the run's checkpoints in {checkpoints} lie in each other"
             raise UserError("checkpoint.export_dir", what, "choose another directory")

@@ -8,41 +8,33 @@ three tensors (or groups of tensors that transformers stores in other pieces) be
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.checkpoint.carried import TensorReader, beside_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.hf import (
-    MAX_SHARD_BYTES,
-    ExportPlan,
-    check_dtype,
-    exporting,
-    plan_adapter_file,
-    plan_files,
-    tensors_of,
-)
-from fsdp2kit.checkpoint.reader import in_blocks
-from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
+from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, exporting, into_files
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
+from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job import distributed
-from fsdp2kit.job.distributed import agree, agreement, sharded_like
-from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.job.distributed import agree, agreement
 from fsdp2kit.model.assets import save_assets
-from fsdp2kit.model.build import ModelSource, source_of
-from fsdp2kit.model.names import build_skeleton, own_class
-from fsdp2kit.model.stored import read_carried
 from fsdp2kit.model.tokenizer import turn_ends
+from fsdp2kit.weights.adapters import WEIGHTS_NAME
+from fsdp2kit.weights.entries import adapter_entries, entries
+from fsdp2kit.weights.gathered import GatheredTensors, gather
+from fsdp2kit.weights.modules import build_skeleton
+from fsdp2kit.weights.record import ModelSource, own_class, weights_of
+from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
+from fsdp2kit.weights.transfer import transfer
 
 
 def export_model(
@@ -89,7 +81,7 @@ def export_model(
                     tokenizer=tokenizer,
                     source=source.directory,
                     stops=turn_ends(tokenizer) if tokenizer is not None else (),
-                    adapter=adapter_of(model),
+                    adapter=weights_of(model).adapter,
                     whole=source.whole,
                 )
                 for note in notes:
@@ -99,11 +91,11 @@ def export_model(
 
 
 def _source(model: PreTrainedModel) -> ModelSource:
-    try:
-        return source_of(model)
-    except KeyError:
+    source = weights_of(model).source
+    if source is None:
         what = f"this {type(model).__name__} does not say where it comes from"
-        raise UserError("export_model", what, "build it with fsdp2kit.model.build.build_model") from None
+        raise UserError("export_model", what, "build it with fsdp2kit.model.build.build_model")
+    return source
 
 
 def _plan(
@@ -118,34 +110,35 @@ def _plan(
     """What goes into which file; the same on every rank."""
     dtype = dtype or source.dtype
     check_dtype(dtype)
-    directory, adapter = ExportDirectory(out.absolute()), adapter_of(model)
+    directory = ExportDirectory(out.absolute())
+    weights = weights_of(model)
+    adapter = weights.adapter
     directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
-    shapes = {name: (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in tensors.items()}
     skeleton = build_skeleton(model)
-    if adapter is None:
-        carried = None if source.whole is None or source.directory is None else read_carried(model, source.directory)
-        files = plan_files(shapes, skeleton, dtype, max_shard_bytes, carried=carried)
-        return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton, carried=carried)
-    adapted = skeleton if adapter.expert_leaves else None
-    files = plan_adapter_file(shapes, dtype, skeleton, adapted)
-    return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=None, adapted=adapted)
+    if adapter is not None:
+        found = adapter_entries(skeleton, tensors, DTYPES[dtype], one_by_one=bool(adapter.expert_leaves))
+        return ExportPlan(None, directory, config_dir, dtype, {WEIGHTS_NAME: found}, is_adapter=True)
+    parts = source.directory if weights.whole is not None else None
+    files = into_files(entries(skeleton, tensors, DTYPES[dtype], parts=parts), max_shard_bytes)
+    return ExportPlan(None, directory, config_dir, dtype, files, model=skeleton)
 
 
 def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
     """Write every file of the plan into ``plan.out.staging``, each on one rank. Collective."""
-    rank, world_size = distributed.rank(), distributed.world_size()
-    files, problem = list(plan.files), None
+    rank = distributed.rank()
+    world_size = distributed.world_size()
+    files = list(plan.files)
+    problem = None
     size = sum(file_size(plan.forms(file)) for file in files[rank::world_size])
     with progress_bar("exporting", total=size) as bar:
         for start in range(0, len(files), world_size):
             turn = files[start : start + world_size]
             mine = turn[rank] if rank < len(turn) and problem is None else None
-            gathered = _gather(plan, tensors, turn, mine)
+            gathered = gather({file: plan.files[file] for file in turn}, tensors, mine)
             try:
                 if mine is not None:
-                    with _reader(plan, gathered) as reader:
-                        blocks = tensors_of(plan, mine, reader)
-                        write_safetensors(plan.out.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
+                    sink = partial(write_safetensors, plan.out.staging / mine, advance=bar.advance)
+                    transfer(plan.files[mine], GatheredTensors(gathered), sink)
             except Exception as error:  # a full disk, say
                 problem = error
             try:
@@ -154,68 +147,3 @@ def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
             except Exception as error:
                 problem = problem or error
     agree(problem)
-
-
-@contextlib.contextmanager
-def _reader(plan: ExportPlan, gathered: Iterator[dict[str, Tensor]]) -> Iterator[TensorReader]:
-    if plan.carried is None:
-        yield _Gathered(gathered)
-    else:
-        with beside_carried(plan.carried, _Gathered(gathered)) as reader:
-            yield reader
-
-
-def _gather(
-    plan: ExportPlan, tensors: Mapping[str, Tensor], turn: Sequence[str], mine: str | None
-) -> Iterator[dict[str, Tensor]]:
-    """The groups of file ``mine``, one after the other: whole tensors by key, on the CPU. Collective.
-
-    Args:
-        turn: the files that are written at the same time. All ranks go through the groups of all of them together.
-    """
-    problem: Exception | None = None
-    for number in range(max(len(plan.files[file]) for file in turn)):
-        kept = None
-        for file in turn:
-            if number < len(plan.files[file]):
-                group = plan.files[file][number]
-                dtypes = {form.dtype for form in group.forms.values()}
-                # The writer casts to float16, since it looks whether that holds all values.
-                dtype = dtypes.pop() if len(dtypes) == 1 and torch.float16 not in dtypes else None
-                # What is carried over is read from a file, by the writer alone.
-                whole = {key: _whole(tensors[key], dtype) for key in group.keys.values() if key in tensors}
-                if whole and file == mine and problem is None:
-                    try:
-                        kept = {key: tensor.cpu() for key, tensor in whole.items()}
-                    except Exception as error:  # no memory, say
-                        problem = error
-                del whole
-        if kept is not None:
-            yield kept
-    if problem is not None:
-        raise problem
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor that is sharded as a whole one, cast on its shards to ``dtype``, if there is one."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local().to(tensor.device_mesh.device_type, dtype or tensor.dtype)  # offloaded ones go there, too
-    gathered = sharded_like(tensor, local)
-    return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
-
-
-class _Gathered:
-    """The tensors of a file, read in the order of its plan."""
-
-    def __init__(self, groups: Iterator[dict[str, Tensor]]) -> None:
-        self._groups = groups
-        self._held: dict[str, Tensor] = {}
-
-    def read(self, key: str) -> Tensor:
-        if key not in self._held:
-            self._held = next(self._groups)
-        return self._held.pop(key)
-
-    def blocks(self, key: str) -> Iterator[Tensor]:
-        yield from in_blocks(self.read(key))

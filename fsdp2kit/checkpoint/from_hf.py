@@ -14,22 +14,23 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.carried import carried_record
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
-from fsdp2kit.checkpoint.store import on_disk, to_path
+from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import sync
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.assets import copy_assets
-from fsdp2kit.model.build import model_on_meta, tied_names
-from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
-from fsdp2kit.model.names import whole_of
-from fsdp2kit.model.text_part import load_whole, text_config_of
-from fsdp2kit.model.weights import StoredTensor, open_pretrained
+from fsdp2kit.model.build import load_whole, model_on_meta
+from fsdp2kit.model.hf_config import trained_config
+from fsdp2kit.weights import parts
+from fsdp2kit.weights.load import StoredTensor, open_pretrained
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import weights_of
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -37,7 +38,8 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, stored: Mapping[str, StoredTensor], advance: Callable[[int], object]) -> None:
         super().__init__()
-        self._stored, self._advance = stored, advance
+        self._stored = stored
+        self._advance = advance
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         tensor = self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
@@ -80,10 +82,11 @@ def write_weights(
         stored: every tensor of the model by name, a tied one once.
         config_dir: config, tokenizer, … are copied from here.
     """
-    out, config_dir = Path(out).absolute(), Path(config_dir)
+    out = Path(out).absolute()
+    config_dir = Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    carried = {"carried": carried_record(config_dir)} if whole_of(model) is not None else {}
+    beside = {parts.RECORD: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)
@@ -91,7 +94,7 @@ def write_weights(
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     # Tensors that always stay in float32 do not tell the model's dtype.
-    follows = tensor_dtypes(model, torch.bfloat16)
+    follows = weights_of(model).dtypes(torch.bfloat16)
     dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
     try:
         mark(staging)
@@ -102,9 +105,10 @@ def write_weights(
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
-        progress, tied = asdict(Progress()), tied_names(model)
+        progress = asdict(Progress())
+        tied = weights_of(model).ties
         manifest = Manifest(
-            0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=carried
+            0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=beside
         )
         write_manifest(staging, manifest)
         staging.rename(out)
@@ -133,11 +137,12 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     Raises:
         RunFailure: they do not.
     """
-    tokens, hf_dir = 32, to_path(hf_dir)
+    tokens = 32
+    hf_dir = to_path(hf_dir)
     with on_disk(hf_dir) as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = load_whole(folder, dtype="auto").eval()
-        config = text_config_of(config) or config
+        config = trained_config(config)
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
         cast_model(ours, theirs.dtype)  # some stay in float32
         load_weights(checkpoint, ours)

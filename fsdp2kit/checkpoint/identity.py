@@ -9,19 +9,21 @@ from typing import Any
 import tomli
 
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, is_complete
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_text, sha256
 from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.distributed import gather_objects, host_of
 from fsdp2kit.job.events import changes as settings_changes
 from fsdp2kit.job.events import flat
-from fsdp2kit.model.adapters import Adapter
-from fsdp2kit.model.assets import config_digest, weights_digest
-from fsdp2kit.model.build import ModelSource
+from fsdp2kit.model.assets import config_digest
+from fsdp2kit.weights.adapters import Adapter
+from fsdp2kit.weights.record import ModelSource
+from fsdp2kit.weights.stored import weights_digest
 
 
 def run_identity(
@@ -109,10 +111,13 @@ def check_same_run(
         changed: what `changed_settings` found.
     """
     # A manifest has no secrets; those of older versions had.
-    saved, current = cleaned(saved), cleaned(current)
-    contents_saved, contents = cleaned(contents_saved), cleaned(contents)
+    saved = cleaned(saved)
+    current = cleaned(current)
+    contents_saved = cleaned(contents_saved)
+    contents = cleaned(contents)
     for field in [*current, *(field for field in saved if field not in current)]:
-        before, now = saved.get(field), current.get(field)
+        before = saved.get(field)
+        now = current.get(field)
         if before != now:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
@@ -167,8 +172,10 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     """
     manifest = read_manifest(checkpoint)
     settings = _settings_of(checkpoint, config)
-    before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
-    before, now = cleaned(before), cleaned(now)
+    before = _compared(settings, manifest.environment)
+    now = _compared(tomli.loads(dump_toml(config)), environment)
+    before = cleaned(before)
+    now = cleaned(now)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
     changed = [

@@ -13,12 +13,14 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
 
-from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, in_use
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
 from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
+from fsdp2kit.weights.parts import RecordedParts
 
 _T = TypeVar("_T")
 
@@ -65,6 +67,10 @@ class Manifest:
     """Dtype of an export → tensors that stay in float32 in it; only of a model with code of its own."""
     format: int = FORMAT
 
+    def in_float32(self, dtype: str) -> list[str]:
+        """The tensors that stay in float32 in an export of another dtype, of a model with code of its own."""
+        return self.kept_in_float32.get(dtype, [])
+
 
 @dataclass(frozen=True)
 class _Content:
@@ -77,11 +83,10 @@ class _Content:
 
 
 @dataclass(frozen=True)
-class _Environment:
+class _Environment(RecordedParts):
     """What is read of a manifest's environment."""
 
     contents: dict[str, _Content] = field(default_factory=dict)
-    carried: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
 
@@ -111,7 +116,8 @@ def no_manifest(checkpoint: Path, todo: str) -> UserError:
     """The error of a directory that is no complete checkpoint; of a run's directory, it says where these are."""
     what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
     if (checkpoint / "checkpoints").is_dir():
-        what, todo = "is a run's directory, not a checkpoint", f"name one of those in {checkpoint / 'checkpoints'}"
+        what = "is a run's directory, not a checkpoint"
+        todo = f"name one of those in {checkpoint / 'checkpoints'}"
     return UserError(str(checkpoint), what, todo)
 
 

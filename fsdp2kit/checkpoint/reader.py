@@ -31,14 +31,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import open_regular
+from fsdp2kit.files.remote import is_remote
 from fsdp2kit.job.distributed import host_of, local_part
 from fsdp2kit.torch_compat import FsspecReader
-
-BLOCK_BYTES = 1 << 24
+from fsdp2kit.weights.transfer import BLOCK_BYTES, in_blocks
 
 # Dataclasses and enums of these modules only hold data; nothing else that they define may be named by a pickle.
 DATA_MODULES = (
@@ -98,7 +97,8 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(str(path))
         if is_remote(path):
             remote = FsspecReader(str(path))
-            self.fs, self.path = remote.fs, remote.path
+            self.fs = remote.fs
+            self.path = remote.path
         self.directory = path
         self._metadata: Metadata | None = None
 
@@ -190,24 +190,35 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def in_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The elements of a tensor in order, as flat tensors of at most 16 MiB."""
-    return tensor.reshape(-1).split(BLOCK_BYTES // tensor.dtype.itemsize)
+@contextlib.contextmanager
+def open_checkpoint(checkpoint: Path, keys: Mapping[str, str]) -> Iterator[StoredTensors]:
+    """A reader of a checkpoint's tensors by their names in the model.
+
+    Args:
+        keys: name in the model → key in the checkpoint.
+    """
+    yield StoredTensors(SafeReader(checkpoint), keys)
 
 
 class StoredTensors:
-    """Reads the tensors of the checkpoint that `reader` reads; keys are those of ``reader.stored_tensors()``."""
+    """Reads the tensors of the checkpoint that `reader` reads.
 
-    def __init__(self, reader: SafeReader) -> None:
+    Args:
+        names: name → key of ``reader.stored_tensors()``. Default: tensors are asked for by their keys.
+    """
+
+    def __init__(self, reader: SafeReader, names: Mapping[str, str] | None = None) -> None:
         self._reader = reader
+        self._names = names or {}
         self._stored = reader.stored_tensors()
         self.keys = self._stored.keys()
 
-    def blocks(self, key: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[Tensor]:
         """The elements of a tensor in order, as flat tensors of at most 16 MiB.
 
         A block is valid until the next is asked for. Only a tensor whose pieces are no ranges of rows is held whole.
         """
+        key = self._names.get(name, name)
         dtype = self._stored[key].properties.dtype
         pieces = self._row_ranges(key)
         if pieces is None:
@@ -221,20 +232,24 @@ class StoredTensors:
                     piece.fill(block, stream)
                     yield block.view(dtype)
 
-    def read(self, key: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """A whole tensor."""
+        key = self._names.get(name, name)
         stored = self._stored[key]
         if self._row_ranges(key) is None:
             return self._assembled(key)
-        whole, start = torch.empty(stored.size, dtype=stored.properties.dtype), 0
-        for block in self.blocks(key):
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        start = 0
+        for block in self.blocks(name):
             whole.view(-1)[start : start + len(block)] = block
             start += len(block)
         return whole
 
-    def _row_ranges(self, key: str) -> list[_Piece] | None:
+    def _row_ranges(self, key: str) -> list[_RowRange] | None:
         """The pieces of a tensor from the first row to the last; None where they are something else."""
-        stored, pieces, row = self._stored[key], [], 0
+        stored = self._stored[key]
+        pieces = []
+        row = 0
         places: dict[Any, Any] = self._reader.read_metadata().storage_data
         for chunk in sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets)):
             place = places[MetadataIndex(key, chunk.offsets)]
@@ -246,7 +261,7 @@ class StoredTensors:
                 return None
             row += chunk.sizes[0] if chunk.sizes else 0
             path = self._reader.directory / place.relative_path
-            pieces.append(_Piece(path, place.offset, place.length, chunk.sizes, stored.properties.dtype))
+            pieces.append(_RowRange(path, place.offset, place.length, chunk.sizes, stored.properties.dtype))
         is_whole = sum(piece.shape.numel() for piece in pieces) == stored.size.numel()
         return pieces if is_whole and pieces else None
 
@@ -260,7 +275,7 @@ class StoredTensors:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RowRange:
     """A range of a tensor's rows, and where in a file its archive lies."""
 
     path: Path
@@ -326,7 +341,10 @@ class _Window(io.RawIOBase):
     """A part of a file, as a file of its own."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

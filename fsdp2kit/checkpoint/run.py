@@ -8,27 +8,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import transformers
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
-from fsdp2kit.checkpoint.carried import carried_record
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
-from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
 from fsdp2kit.job.distributed import agreement, rank
 from fsdp2kit.job.events import Events
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
-from fsdp2kit.model.build import source_of
-from fsdp2kit.model.dtypes import kept_in_float32
-from fsdp2kit.model.names import own_class
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
+from fsdp2kit.weights import parts
+from fsdp2kit.weights.record import own_class, source_of, weights_of
 
 
 class RunJob(Protocol):
@@ -82,14 +76,13 @@ def build_checkpoints(
     assets = Assets(model, tokenizer, _stops(config, data, tokenizer))
     models = {key: find_hf_dir(path, key=key, with_weights=True) for key, path in config.models().items()}
     with agreement():
-        adapter = adapter_of(model)
+        adapter = weights_of(model).adapter
         identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, models=models)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
-        kept = _kept_in_float32(model) if adapter is None else {}
-        carried: dict[str, Any] = {}
+        beside: dict[str, Any] = {}
         if source.whole is not None and source.directory is not None:
-            carried["carried"] = carried_record(source.directory)
+            beside[parts.RECORD] = parts.parts_record(source.directory)
         if rank() == 0:
             assets.prepare()
     check_alike(identity)
@@ -106,9 +99,8 @@ def build_checkpoints(
         optimizer,
         identity=identity,
         write_assets=assets.write,
-        environment={**job.environment, **recorded, **carried},
+        environment={**job.environment, **recorded, **beside},
         source_dtype=source.dtype,
-        kept_in_float32=kept,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],
         notes=notes,
         can_answer=tokenizer is not None and not getattr(source.config, "auto_map", None),  # it runs no such code
@@ -123,14 +115,6 @@ def _stops(config: TrainingConfig, data: RunData, tokenizer: PreTrainedTokenizer
     if tokenizer is not None and formats & {*RENDERED}:  # a stream does not know how its documents end
         stops |= turn_ends(tokenizer)
     return stops
-
-
-def _kept_in_float32(model: PreTrainedModel) -> dict[str, list[str]]:
-    """As in the manifest: an export of a model that transformers itself does not know cannot ask its class."""
-    if hasattr(transformers, own_class(model).__name__):
-        return {}
-    narrow = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float32}
-    return {name: sorted(kept_in_float32(model, dtype)) for name, dtype in narrow.items()}
 
 
 @dataclass(eq=False)
@@ -157,7 +141,7 @@ class Assets:
                 tokenizer=self.tokenizer,
                 source=source.directory,
                 stops=self.stops,
-                adapter=adapter_of(self.model),
+                adapter=weights_of(self.model).adapter,
                 whole=source.whole,
             )
             found = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -172,7 +156,8 @@ class Assets:
 
     def notes(self) -> list[str]:
         """What an export has that its source lacks, a line each."""
-        tokenizer, source = self.tokenizer, source_of(self.model)
+        tokenizer = self.tokenizer
+        source = source_of(self.model)
         if tokenizer is None:
             return [*self.warnings]
 

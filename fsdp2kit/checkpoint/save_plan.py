@@ -31,7 +31,7 @@ from fsdp2kit.job.distributed import host_of
 from fsdp2kit.torch_compat import FsspecWriter, StorageInfo
 
 
-class Kind(NamedTuple):
+class _Alike(NamedTuple):
     """What two tensors share whose parts lie alike on all ranks, and are written by the same ranks."""
 
     shape: torch.Size
@@ -54,7 +54,8 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
 
     def create_local_plan(self) -> SavePlan:
         """What rank 0 must know. ``self.plan`` has an item for every tensor that this rank writes."""
@@ -66,7 +67,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
             return kinds[name].writer == own
 
         self.plan = replace(whole, items=[item for item in whole.items if is_mine(item.index.fqn)])
-        first: dict[Kind, str] = {}
+        first: dict[_Alike, str] = {}
         self._examples = {name: first.setdefault(kind, name) for name, kind in kinds.items()}
         items = [item for item in self.plan.items if self._examples[item.index.fqn] == item.index.fqn]
         return replace(whole, items=items, planner_data=hashlib.sha256(repr(kinds).encode()).hexdigest())
@@ -88,7 +89,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
         return super().finish_plan(replace(new_plan, items=self.plan.items))
 
 
-def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, Kind]:
+def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, _Alike]:
     """The kind of each tensor, in the order of their names; the same on every rank."""
     by_holders: dict[int, list[tuple[int, str]]] = {}
     for name, tensor in tensors.items():
@@ -98,10 +99,12 @@ def kinds_of(tensors: Mapping[str, Tensor], *, world_size: int) -> dict[str, Kin
     meshes: dict[DeviceMesh, int] = {}
     kinds = {}
     for name, tensor in sorted(tensors.items()):
-        placements, mesh = (), -1
+        placements = ()
+        mesh = -1
         if isinstance(tensor, DTensor):
-            placements, mesh = tensor.placements, meshes.setdefault(tensor.device_mesh, len(meshes))
-        kinds[name] = Kind(tensor.shape, tensor.dtype, placements, mesh, writers[name])
+            placements = tensor.placements
+            mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
+        kinds[name] = _Alike(tensor.shape, tensor.dtype, placements, mesh, writers[name])
     return kinds
 
 
@@ -188,9 +191,11 @@ def summarize(results: Iterable[WriteResult], names: Iterable[str]) -> list[Writ
     Args:
         names: of all tensors that are saved.
     """
-    numbers, found = {name: number for number, name in enumerate(sorted(names))}, {}
+    numbers = {name: number for number, name in enumerate(sorted(names))}
+    found = {}
     for result in results:
-        place, start = result.storage_data, result.index.offset
+        place = result.storage_data
+        start = result.index.offset
         assert not place.transform_descriptors, "nothing is compressed"
         written = found.setdefault((place.relative_path, start), Written(place.relative_path, start))
         written.tensors.append(numbers[result.index.fqn])

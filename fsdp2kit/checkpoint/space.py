@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2kit.checkpoint.carried import carried_bytes
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
+from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
+from fsdp2kit.files.remote import is_remote
 from fsdp2kit.job.distributed import gather_objects, is_lost_rank
 from fsdp2kit.optim.build import state_sizes
+from fsdp2kit.weights.parts import parts_bytes
 
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "adlfs")
 """Packages whose errors are failures of an object store."""
@@ -56,7 +57,8 @@ def check_room(
     needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
     if needed and _free(store.root) < needed:
         make_room()
-    warnings, free = [], _free(store.root) if needed else 0
+    warnings = []
+    free = _free(store.root) if needed else 0
     where = "checkpoint.dir" if section.dir else "run.dir"
     if free < min(one, needed):
         what = f"a checkpoint takes {size_text(one)}, and {store.root} has {size_text(free)} free"
@@ -129,7 +131,7 @@ def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) 
     item_bytes = 0 if trained is None else trained.element_size()
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=item_bytes))
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize + carried_bytes(model)
+    return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize + parts_bytes(model)
 
 
 def _free(directory: Path) -> int:

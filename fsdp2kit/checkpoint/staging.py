@@ -14,7 +14,8 @@ from pathlib import Path
 from fsdp2kit.files.local import replace_file
 
 RECORD = ".fsdp2kit-export.json"
-PARTIAL, OLD = "partial", "old"
+PARTIAL = "partial"
+OLD = "old"
 
 
 def make_beside(place: Path, kind: str) -> Path:

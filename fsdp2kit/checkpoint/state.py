@@ -23,15 +23,18 @@ from transformers import PreTrainedModel
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.save_plan import BriefFsspecWriter, BriefWriter, SharedSavePlanner
-from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
+from fsdp2kit.checkpoint.store import in_use, is_complete
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import source_of, tied_names
-from fsdp2kit.model.names import base_name
-from fsdp2kit.model.weights import fill_adapter, fill_vocabulary, grown_tensors, initialize, load_pretrained
 from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.weights.adapter_values import fill_adapter
+from fsdp2kit.weights.adapters import holds_factors
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.record import source_of, weights_of
+from fsdp2kit.weights.shards import fill_vocabulary, grown_tensors
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -47,14 +50,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     DTensors of the global shape.
     """
     reshard_all(model)
-    everything = adapter_of(model) is None
+    everything = weights_of(model).adapter is None
     parameters = {name: p.detach() for name, p in model.named_parameters() if everything or p.requires_grad}
     return parameters | persistent_buffers(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the model's state, by name, detached; none with adapters."""
-    saved = model.state_dict().keys() if adapter_of(model) is None else ()
+    saved = model.state_dict().keys() if weights_of(model).adapter is None else ()
     return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
 
 
@@ -220,12 +223,12 @@ def load_weights(path: str | Path, model: Any) -> None:
         with agreement():
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
-            if any(base_name(key) is None for key in shapes):
+            if holds_factors(shapes):
                 export = "export it (fsdp2kit convert)"
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
-            keys = find_weights(path, shapes, tensors, tied=tied_names(model), smaller=grown)
+            keys = find_weights(path, shapes, tensors, tied=weights_of(model).ties, smaller=grown)
         as_stored = {name: tensor for name, tensor in tensors.items() if shapes[keys[name]] == tensor.shape}
         load_tensors(reader, {keys[name]: tensor for name, tensor in as_stored.items()})
         with agreement():
@@ -236,12 +239,30 @@ def load_weights(path: str | Path, model: Any) -> None:
 
 def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]:
     """Flat blocks of a tensor as blocks of rows."""
-    width, rest = shape[1:].numel(), torch.empty(0)
+    width = shape[1:].numel()
+    rest = torch.empty(0)
     for block in blocks:
         flat = torch.cat([rest.to(block.dtype), block])
         end = len(flat) // width * width
         yield flat[:end].view(-1, *shape[1:])
         rest = flat[end:].clone()
+
+
+def stored_weights(checkpoint: Path, model: PreTrainedModel | None) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Of every tensor of the model, by name and in its order: its key in the checkpoint, and a meta tensor like it.
+
+    Args:
+        model: None: the names are those of the keys.
+    """
+    stored = SafeReader(checkpoint).stored_tensors()
+    if model is None:
+        keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
+    else:
+        tied = weights_of(model).ties
+        expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
+    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+    return keys, {name: metas[key] for name, key in keys.items()}
 
 
 def find_weights(
@@ -296,13 +317,15 @@ def _check_same_state(path: Path, *, wanted: set[str], stored: set[str]) -> None
     differing = sorted(wanted ^ stored)
     if not differing or not all(key.startswith(OPTIMIZER_PREFIX) for key in differing):
         return
-    before, now = _fields(stored), _fields(wanted)
+    before = _fields(stored)
+    now = _fields(wanted)
     changed = next((name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]), None)
     todo = "use the optimizer that it was saved with, or "
     if not before or not now:
         what = "the other keeps no optimizer state at all"
     elif changed is None:
-        what, todo = "they train different parameters", "set model.freeze as it was when that was saved, or "
+        what = "they train different parameters"
+        todo = "set model.freeze as it was when that was saved, or "
     elif len({frozenset(field.partition(".")[0] for field in fields[changed]) for fields in (before, now)}) == 1:
         what = "moments are stored in another format"
         todo = "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many as then, or "

@@ -23,16 +23,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from upath import UPath
-
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import open_regular, sync
+from fsdp2kit.files.remote import is_remote, to_path
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{6,})")
-OLD, TEMPORARY, TRASH = ".old-", ".tmp-", ".trash-"
+OLD = ".old-"
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
 BEGUN = ".begun"
 
 
@@ -116,7 +117,8 @@ class CheckpointStore:
                 went back to an earlier one. The next automatic resume must not mistake one of them for its newest.
         """
         self._set_superseded_aside(after)
-        path, old = self.path(step), self.root / f"{OLD}step-{step:06d}"
+        path = self.path(step)
+        old = self.root / f"{OLD}step-{step:06d}"
         if path.exists():
             path.rename(old)
         self.temporary(step).rename(path)
@@ -247,7 +249,8 @@ class ObjectStore(CheckpointStore):
         self._delete(path)
 
     def _trash(self) -> list[Path]:
-        trash, self._thrown_away = self._thrown_away, []
+        trash = self._thrown_away
+        self._thrown_away = []
         return trash
 
     def _delete(self, path: Path) -> None:
@@ -259,36 +262,6 @@ class ObjectStore(CheckpointStore):
 def is_complete(checkpoint: Path) -> bool:
     """Whether a directory is a complete checkpoint of ours; says nothing of damage since."""
     return (checkpoint / MANIFEST).is_file()
-
-
-def to_path(text: str | Path) -> Path:
-    """A path, ``~`` expanded; for ``s3://…`` and any other URL that fsspec knows, an object with a path's methods.
-
-    A path, or such an object, is returned as it is.
-    """
-    if not isinstance(text, str):
-        return text
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return Path(text).expanduser()
-    if scheme in ("file", "local"):
-        return Path(rest)
-    try:
-        path = UPath(text)
-        path.exists()  # connects: a missing package or credentials show here
-    except ImportError as error:
-        raise UserError(text, str(error), "install that package") from None
-    except ValueError as error:
-        raise UserError(text, str(error), "use a URL that fsspec knows, e.g. s3://bucket/folder") from None
-    except Exception as error:  # every store has errors of its own
-        what = f"cannot be reached ({type(error).__name__}: {error})"
-        raise UserError(text, what, "check the URL and your credentials") from None
-    return cast(Path, path)
-
-
-def is_remote(path: Path) -> bool:
-    """Whether it lies in an object store, which has no renames, locks or syncs."""
-    return not isinstance(path, Path)
 
 
 def check_writable(directory: Path, *, where: str) -> None:

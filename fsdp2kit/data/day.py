@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fsdp2kit.job.distributed import gather_objects
 from fsdp2kit.job.events import began
+from fsdp2kit.model.tokenizer import notes_of
 
 _FUNCTION = "strftime_now"  # transformers' name of it
 _CALL = re.compile(_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
@@ -25,7 +26,7 @@ def settle_day(tokenizer: Tokenizer | None, run_dir: Path) -> None:
     """Give a tokenizer the day on which the run first began, if its template writes one. Collective."""
     if tokenizer is not None and writes_date(tokenizer):
         seconds = gather_objects(began(run_dir) or time.time())[0]
-        vars(tokenizer)["_fsdp2kit_day"] = datetime.fromtimestamp(seconds).date()
+        notes_of(tokenizer).day = datetime.fromtimestamp(seconds).date()
 
 
 def writes_date(tokenizer: Tokenizer) -> bool:
@@ -35,7 +36,7 @@ def writes_date(tokenizer: Tokenizer) -> bool:
 
 def day_of(tokenizer: Tokenizer) -> date:
     """The day that the chat template writes: `settle_day`'s, else today."""
-    return vars(tokenizer).get("_fsdp2kit_day") or datetime.now().date()
+    return notes_of(tokenizer).day or datetime.now().date()
 
 
 def dated(template: str, tokenizer: Tokenizer) -> str:

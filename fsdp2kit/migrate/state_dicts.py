@@ -19,8 +19,8 @@ from fsdp2kit.checkpoint.from_hf import model_of, write_weights
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Whole, tied_names, whole_of
-from fsdp2kit.model.weights import StoredTensor
+from fsdp2kit.weights.load import StoredTensor
+from fsdp2kit.weights.record import weights_of
 
 # What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -51,9 +51,8 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     stored = {_WRAPPERS.sub("", key): one for key, one in (_in_folder if source.is_dir() else _in_file)(source)}
     config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
     model = model_of(config_dir)
-    if (whole := whole_of(model)) is not None:
-        stored = _of_text_part(source, stored, whole, config_dir)
-    tied = tied_names(model)
+    stored = weights_of(model).names.inner_keys(stored, source=source, others_from=config_dir)
+    tied = weights_of(model).ties
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     part = _part_of_model(source, stored, names)
     keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)
@@ -88,24 +87,6 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Te
             yield from _flat(value, f"{prefix}{key}.")
         elif isinstance(value, Tensor):
             yield f"{prefix}{key}", value
-
-
-def _of_text_part(
-    source: Path, stored: Mapping[str, StoredTensor], whole: Whole, config_dir: Path
-) -> dict[str, StoredTensor]:
-    """The tensors with names of the whole turned into those of its text part; other parts' tensors are refused."""
-    # Files from before transformers 4.52 name them without "model.".
-    others = {name.removeprefix("model.") for name in whole.model.state_dict() if whole.inner(name) is None}
-    for key in stored:
-        parts = key.split(".")
-        if any(".".join(parts[start:]) in others for start in range(len(parts))):
-            what = f"holds {key}, which is no part of the text part; exports would take it from {config_dir} instead"
-            raise UserError(str(source), what, "if it was not trained, leave such tensors out of the state dict")
-    renamed = dict(stored)
-    for own, there in whole.pairs:
-        pattern = re.compile(rf"(?<![^.]){re.escape(there)}(?=\.)")
-        renamed = {pattern.sub(own, key, count=1): one for key, one in renamed.items()}
-    return renamed
 
 
 def _part_of_model(

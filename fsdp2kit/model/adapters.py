@@ -1,4 +1,4 @@
-"""LoRA adapters (arXiv:2106.09685), by peft: built into a model, and merged into its weights.
+"""LoRA adapters (arXiv:2106.09685), by peft, built into a model.
 
 peft decides what an adapter is and computes: layers, scaling, rslora, DoRA, modules that are trained whole. It builds
 adapters into the meta model before anything is planned, and the model keeps its class, so sharding, recomputation and
@@ -10,35 +10,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
-import json
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.files.local import read_json_object
-from fsdp2kit.model.expert_adapters import (
-    ALL_EXPERTS,
-    matched_parameters,
-    replace_forward,
-    stored_leaves,
-    target_parameters,
-)
-from fsdp2kit.model.experts import find_experts
-from fsdp2kit.model.names import ADAPTER, Whole, base_module, base_name, tied_names, whole_of
-from fsdp2kit.model.text_part import read_adapter_names, written_adapter_names
-
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+from fsdp2kit.model.expert_adapters import ALL_EXPERTS, matched_parameters, replace_forward, target_parameters
+from fsdp2kit.weights.adapter_files import stored_leaves
+from fsdp2kit.weights.adapters import ADAPTER, CONFIG_NAME, Adapter, base_name
+from fsdp2kit.weights.experts import find_experts
+from fsdp2kit.weights.modules import base_module
+from fsdp2kit.weights.record import find_ties, weights_of
 
 # Keys of an adapter_config.json whose values may differ from peft's defaults. Others (trained biases or tokens, …) are
 # refused: they would be trained, exported or merged as something else.
@@ -59,56 +51,6 @@ _KNOWN = {
     "fan_in_fan_out",
 }
 _INCIDENTAL = {"task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapters of a model; see `adapter_of`."""
-
-    config: Any
-    """peft's ``LoraConfig``."""
-    layers: tuple[str, ...]
-    """Names of the linear layers that have an adapter, and of peft's wrappers around experts."""
-    directory: Path | None
-    """The directory of the adapter that is trained further; None: adapters start from peft's initialisation."""
-    quantize: str = "none"
-    """How the frozen model is stored: ``lora.quantize``."""
-    experts: tuple[str, ...] = ()
-    """Names of the modules of experts that have adapters."""
-    expert_leaves: tuple[str, ...] = ()
-    """The names by which the adapter's file has one expert's layers; () if it has all experts in one tensor."""
-    whole: Whole | None = None
-    """What the model is the text part of; peft's config names that one's modules."""
-
-    def identity(self) -> dict[str, str]:
-        """What may not change when a run is resumed, by the TOML's keys; dropout may."""
-        config = self.config
-        layers = json.dumps([self.layers, config.rank_pattern, config.alpha_pattern])
-        return {
-            "lora.rank": str(config.r),
-            "lora.alpha": str(config.lora_alpha),
-            "lora.rslora": str(config.use_rslora).lower(),
-            "lora.dora": str(config.use_dora).lower(),
-            "lora.modules_to_save": ", ".join(sorted(config.modules_to_save or ())),
-            "lora.target_modules": f"{len(self.layers)} layers {hashlib.sha256(layers.encode()).hexdigest()[:8]}",
-            **({"lora.quantize": self.quantize} if self.quantize != "none" else {}),
-        }
-
-    def save(self, directory: Path) -> None:
-        """Write ``adapter_config.json`` as peft does, for inference."""
-        values = {**self.config.to_dict(), "inference_mode": True}
-        if self.whole is not None:
-            experts = {f"{name}{inner}" for name in self.experts for inner in ("", ".base_layer")}
-            values = written_adapter_names(values, [name for name in self.layers if name not in experts], self.whole)
-        if self.expert_leaves:  # peft makes `target_parameters` of these as it loads
-            values |= {"target_modules": [*values["target_modules"], *self.expert_leaves], "target_parameters": None}
-        text = json.dumps(values, indent=2, sort_keys=True, default=sorted)
-        (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
-
-
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapters that `apply_lora` built into a model; None where there are none."""
-    return vars(model).get("_fsdp2kit_adapter")
 
 
 def apply_lora(
@@ -134,7 +76,8 @@ def apply_lora(
             use_dora=section.dora,
             task_type="CAUSAL_LM",
         )
-    config.lora_dropout, config.base_model_name_or_path = section.dropout, base
+    config.lora_dropout = section.dropout
+    config.base_model_name_or_path = base
     config.inference_mode = False  # true would freeze the adapter
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = _all_linear(model, config)
@@ -206,12 +149,12 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
-    if (whole := whole_of(model)) is not None:
-        read_adapter_names(config, whole)
+    weights = weights_of(model)
+    weights.names.read_config(config)
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
-    tied = {name for pair in tied_names(model).items() for name in pair}
+    tied = {name for pair in weights.ties.items() for name in pair}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about ties and Conv1D, which `_check_layers` looks at
@@ -227,9 +170,9 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     replace_forward(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, whole)
-    vars(model)["_fsdp2kit_adapter"] = adapter
-    return adapter
+    weights.ties = find_ties(model)  # peft's wrappers change names
+    weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.names)
+    return weights.adapter
 
 
 def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
@@ -238,17 +181,12 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     Returns:
         The names of an expert's layers in the adapter's file; () if it has no experts, or in one tensor.
     """
-    key, todo = "lora.target_modules", f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
+    key = "lora.target_modules"
+    todo = f'name "{ALL_EXPERTS}" for the adapters of all experts, or leave such names out'
     is_list = not isinstance(config.target_modules, str)
     given = list(config.target_modules or ()) if is_list else []
-    per_expert = stored_leaves(model)
-    taken = [name for name in given if name == ALL_EXPERTS]
-    if per_expert:
-        trial = copy.copy(config)
-        trial.target_modules, trial.target_parameters = set(per_expert), None
-        if not _as_converted(trial, model).target_parameters:  # peft would not find them in a file
-            per_expert = []
-        taken += [name for name in given if name in per_expert]
+    per_expert = leaves_in_files(model, config)
+    taken = [name for name in given if name == ALL_EXPERTS or name in per_expert]
     if config.target_parameters or taken:
         wanted = target_parameters(model)
         parts = set(taken) - {ALL_EXPERTS}
@@ -274,9 +212,39 @@ def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     return tuple(per_expert) if config.target_parameters else ()
 
 
+def leaves_in_files(model: PreTrainedModel, config: Any) -> list[str]:
+    """The names by which an adapter's file has one expert's layers; none where it has all experts in one tensor.
+
+    Args:
+        config: peft's, of the adapter.
+    """
+    per_expert = stored_leaves(model)
+    if not per_expert:
+        return []
+    trial = copy.copy(config)
+    trial.target_modules = set(per_expert)
+    trial.target_parameters = None
+    # Without these, peft would not find them in a file.
+    return per_expert if _as_converted(trial, model).target_parameters else []
+
+
+def names_experts(model: PreTrainedModel, config_dir: Path) -> bool:
+    """Whether an adapter's file would have a factor for each layer of each expert.
+
+    Args:
+        model: without adapters.
+        config_dir: has the adapter's config.
+    """
+    if not find_experts(model):
+        return False
+    config = read_adapter_config(config_dir, str(config_dir))
+    weights_of(model).names.read_config(config)
+    return bool(leaves_in_files(model, config))
+
+
 def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:
     """Refuse names that stood for the layers of each expert where other layers have them, too."""
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     leaves = set(names).intersection(adapter.expert_leaves if adapter is not None else ())
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves:
@@ -314,7 +282,8 @@ def _check_names(model: PreTrainedModel, config: Any) -> None:
     """Refuse names that match nothing: peft does so only if none matches, and never for modules to save."""
     names = [name for name, _ in model.named_modules() if name]
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    target, wanted = config.target_modules, "lora.target_modules"
+    target = config.target_modules
+    wanted = "lora.target_modules"
     if isinstance(target, str):
         try:
             found = target.lower() == "all-linear" or any(re.fullmatch(target, name) for name in names)
@@ -380,22 +349,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
         for module in adapted:
             module._disable_adapters = False
         model.train(was_training)
-
-
-def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
-    """The weight of a layer with its adapter merged into it, in float32.
-
-    Args:
-        weight: the layer's own, ``[out, in]``; a Conv1D's is ``[in, out]``.
-        layer: peft's, which has the scaling; it may be on meta.
-        a, b: ``[rank, in]`` and ``[out, rank]``.
-        magnitude: DoRA's length of each merged row, ``[out]``.
-    """
-    weight, change = weight.float(), b.float() @ a.float() * layer.scaling[ADAPTER]
-    merged = weight + (change.T if layer.fan_in_fan_out else change)
-    if magnitude is None:
-        return merged
-    return merged * (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
 
 
 @functools.cache

@@ -10,17 +10,17 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import load_json, todo_of_cache
 from fsdp2kit.job.distributed import one_per_machine_first
-from fsdp2kit.model.adapters import CONFIG_NAME, Adapter
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope
 from fsdp2kit.model.tokenizer_files import save_tokenizer, tokenizer_files
+from fsdp2kit.weights.adapters import CONFIG_NAME, Adapter
 
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
@@ -87,7 +87,8 @@ def save_assets(
     Returns:
         A line for each thing that another reader may miss.
     """
-    directory, notes = Path(directory), []
+    directory = Path(directory)
+    notes = []
     if whole is not None and source is not None:
         copy_assets(source, directory)
     if source is not None and (source / "config.json").is_file():
@@ -242,41 +243,4 @@ def config_digest(config: PretrainedConfig) -> str:
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 """Bytes of each end of a file, of a sample of a tensor, and how many samples."""
-
-
-def weights_digest(place: str | Path) -> str:
-    """Two digests of a safetensors file, or of a directory's: of sizes, headers and last bytes, and of samples of each
-    tensor.
-
-    They do not depend on the directory's path. Reading the files whole would take minutes.
-    """
-    edges, samples, place = hashlib.sha256(), hashlib.sha256(), Path(place)
-    for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
-        if not path.is_file():
-            raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            edges.update(f"{path.name} {size}".encode())
-            edges.update(file.read(_EDGE))
-            file.seek(max(0, size - _EDGE))
-            edges.update(file.read(_EDGE))
-            for start, end in _tensor_bytes(file):
-                last = max(start, end - _SAMPLE)
-                for number in range(_SAMPLES):
-                    file.seek(start + (last - start) * number // (_SAMPLES - 1))
-                    samples.update(file.read(min(_SAMPLE, end - start)))
-    return f"{edges.hexdigest()[:16]} {samples.hexdigest()[:16]}"
-
-
-def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and ends; empty for a damaged file, which loading reports."""
-    file.seek(0)
-    try:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        places = sorted(value["data_offsets"] for name, value in header.items() if name != "__metadata__")
-        return [(8 + length + start, 8 + length + end) for start, end in places]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
-        return []

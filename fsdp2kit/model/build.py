@@ -9,8 +9,8 @@ import logging
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,50 +27,15 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.job.distributed import agreement
-from fsdp2kit.model.adapters import adapter_of, apply_lora
+from fsdp2kit.model.adapters import apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs
-from fsdp2kit.model.names import tied_names
 from fsdp2kit.model.text_part import attach_whole, text_config_of
 from fsdp2kit.model.tokenizer import added_beyond, build_tokenizer, new_tokens
+from fsdp2kit.weights.record import ModelSource, weights_of
+from fsdp2kit.weights.stored import check_indexes
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model comes from; see `source_of`."""
-
-    path: str | None
-    """``model.path``; None for a model from a config alone."""
-    directory: Path | None
-    """The Hugging Face directory on this machine; None for a model from a config alone, or if it was not looked up."""
-    config: PretrainedConfig
-    """With the user's overrides; transformers writes the dtype and attention of training into a copy."""
-    new_tokens: tuple[int, ...] = ()
-    """Ids of the tokens that the chat template, or the user, added: their rows begin as the mean of the others."""
-    stored_vocab: int = 0
-    """Rows of the stored embedding; 0 without new tokens."""
-    trains_new: bool = True
-    """Whether the rows of new tokens are trained; not in a frozen embedding."""
-    has_adapter: bool = False
-    """Whether adapters are trained, and exported, in place of the model."""
-    whole: PretrainedConfig | None = None
-    """The config of the checkpoint, if the model is the text part of it; `directory` has the others' weights."""
-
-    @property
-    def dtype(self) -> str:
-        """An export's default dtype: the source model's; float32 for adapters, which are small, and for a model from a
-        config alone."""
-        if self.has_adapter:
-            return "float32"
-        dtype = getattr(self.config, "dtype", None)
-        return str(dtype).removeprefix("torch.") if self.path is not None and dtype is not None else "float32"
-
-
-def source_of(model: PreTrainedModel) -> ModelSource:
-    """The source of a model that `build_model` made."""
-    return vars(model)["_fsdp2kit_source"]
 
 
 def build_model(
@@ -119,24 +84,22 @@ def build_model(
         if markers and not _trains_vocabulary(model):
             what = f"adds {len(markers)} tokens, for which the model that is frozen beside adapters has no rows"
             todo = "use a template without new tokens, or give a model and tokenizer that have them"
-            if not tied_names(model):
+            if not weights_of(model).ties:
                 todo = f"train the embedding and the head (lora.modules_to_save = {_ends(model)}), or {todo}"
             raise UserError("model.chat_template", what, todo)
     if whole is not None and directory is not None and section.weights != "pretrained":
         # Weights of a checkpoint are the text part's alone; those of the others are carried over to exports.
         directory = find_hf_dir(str(section.path), key="model.path", with_weights=True)
-    # By `vars`, since a module types its attributes as tensors.
-    source = ModelSource(
+    weights_of(model).source = ModelSource(
         section.path,
         directory,
         hf_config,
         new_tokens=new,
         stored_vocab=stored_vocab if new else 0,
         trains_new=_trains_vocabulary(model),
-        has_adapter=adapter_of(model) is not None,
+        has_adapter=weights_of(model).adapter is not None,
         whole=whole,
     )
-    vars(model)["_fsdp2kit_source"] = source
     return model.train()
 
 
@@ -165,7 +128,9 @@ def _trains_vocabulary(model: PreTrainedModel) -> bool:
     """Whether the embedding and the head are trained, or copies of them beside adapters."""
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     is_trained = [[parameter.requires_grad for parameter in module.parameters()] for module in ends]
-    return all(any(one) for one in is_trained) if adapter_of(model) is not None else all(map(all, is_trained[:1]))
+    return (
+        all(any(one) for one in is_trained) if weights_of(model).adapter is not None else all(map(all, is_trained[:1]))
+    )
 
 
 def _ends(model: PreTrainedModel) -> str:
@@ -205,6 +170,36 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     except Exception as error:  # transformers raises nearly anything on a config it does not like
         what = f"transformers cannot build the model ({type(error).__name__}: {error})"
         raise UserError(str(path), what, todo) from error
+
+
+def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", local_files_only: bool = True) -> Any:
+    """The model of a Hugging Face directory, or hub id, by transformers alone and of the class that its config names.
+
+    Args:
+        local_files_only: never ask the hub.
+    """
+    check_indexes(directory)
+    config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
+    # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
+    name = next(iter(config.architectures or ()), "")
+    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
+    return kind.from_pretrained(directory, dtype=dtype, local_files_only=local_files_only)
+
+
+def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
+    """The text of `load_whole` in float32, or the model itself where it has no other parts.
+
+    Args:
+        config: of the model that is trained; where there are no other parts, it may have overrides.
+    """
+    check_indexes(directory)
+    if text_config_of(AutoConfig.from_pretrained(directory, local_files_only=True)) is None:
+        return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    whole = load_whole(directory, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    return model
 
 
 def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -278,7 +273,7 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
     Args:
         whole_device: for parameters and buffers that are not sharded; by default ``device``.
     """
-    ties = tied_names(model)
+    ties = weights_of(model).ties
     # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forget ties.
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     others = whole_device or device

@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from fsdp2kit.model.hf_config import rope_warnings
-from fsdp2kit.model.text_part import text_config_of
+from fsdp2kit.model.hf_config import read_fields, trained_config
 
 ROPE = "rope_parameters"
 
@@ -39,16 +38,18 @@ def changed_fields(
     Returns:
         The fields, equal to ``fields`` if nothing was changed; and whether transformers reads them as ``config``.
     """
-    found, after = copy.deepcopy(dict(fields)), _values(config)
-    before = _values(_read(found, config, None) if whole is None else text_config_of(whole))
+    found = copy.deepcopy(dict(fields))
+    after = _values(config)
+    before = _values(read_fields(found, config, None) if whole is None else trained_config(whole))
     # First what the source's file names; then also what transformers derives from other keys.
     for names_all in (False, True):
         if before == after:
             break
         for candidate in _candidates(found, before, after, config, is_part=whole is not None, names_all=names_all):
-            values = _values(_read(candidate, config, whole))
+            values = _values(read_fields(candidate, config, whole))
             if values and values.get(ROPE) == after.get(ROPE):
-                found, before = candidate, values
+                found = candidate
+                before = values
                 break
     return found, before == after
 
@@ -59,12 +60,12 @@ def with_old_rope(fields: Mapping[str, Any], config: PretrainedConfig) -> dict[s
     They are left as they are where transformers 5 would then read another model, or where RoPE has another base for
     each kind of layer that transformers 4 has no keys for.
     """
-    expected = _values(_read(fields, config, None))
+    expected = _values(read_fields(fields, config, None))
     rope = fields.get(ROPE)
     if isinstance(rope, dict) and expected:
         for keys in _old_rope(fields, rope):
             candidate = {**fields, **{key: value for key, value in keys.items() if value is not None}}
-            if _values(_read(candidate, config, None)) == expected:
+            if _values(read_fields(candidate, config, None)) == expected:
                 return candidate
     return dict(fields)
 
@@ -107,18 +108,6 @@ def config_text(fields: Mapping[str, Any]) -> str:
 def _dtype_name(fields: Mapping[str, Any]) -> str:
     is_old = str(fields.get("transformers_version", "")).startswith("4.")
     return "torch_dtype" if "torch_dtype" in fields or (is_old and "dtype" not in fields) else "dtype"
-
-
-def _read(
-    fields: Mapping[str, Any], config: PretrainedConfig, whole: PretrainedConfig | None
-) -> PretrainedConfig | None:
-    """What transformers makes of fields, as a config like ``config``; None if it refuses them."""
-    try:
-        with rope_warnings():
-            read = type(config if whole is None else whole).from_dict(copy.deepcopy(dict(fields)))
-        return read if whole is None else text_config_of(read)
-    except Exception:  # transformers validates configs with exceptions of many types
-        return None
 
 
 def _values(config: PretrainedConfig | None) -> dict[str, Any]:
@@ -191,7 +180,8 @@ def _change(
         if named is None and not names_all:
             continue
         name = named or key
-        inner, old = target.get(name), before.get(key)
+        inner = target.get(name)
+        old = before.get(key)
         if isinstance(value, dict) and "model_type" in value and isinstance(inner, dict) and isinstance(old, dict):
             _change(inner, old, value, {}, names_all=names_all)
         else:
@@ -219,11 +209,13 @@ def _old_rope(target: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[di
         (names for names in _ROPE_NAMES if any(name in target for name in names)), _ROPE_NAMES[0]
     )
     kinds = {key: value for key, value in rope.items() if isinstance(value, dict)}
-    flat, local = dict(rope), None
+    flat = dict(rope)
+    local = None
     if kinds:
         if kinds.keys() != {"full_attention", "sliding_attention"}:
             return
-        flat, local = dict(kinds["full_attention"]), dict(kinds["sliding_attention"])
+        flat = dict(kinds["full_attention"])
+        local = dict(kinds["sliding_attention"])
         if local.get("rope_type", "default") != "default":
             return
     keys: dict[str, Any] = {theta_name: flat.pop("rope_theta", None)}

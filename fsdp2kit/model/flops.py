@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp2kit.model.experts import expert_count, experts_per_token
+from fsdp2kit.weights.experts import expert_count, experts_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -129,7 +129,8 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
         looked_up.discard(id(head.weight))  # tied: it is looked up and multiplies
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     experts = expert_count(config)
-    dense, routed = 0.0, 0.0
+    dense = 0.0
+    routed = 0.0
     for name, parameter in model.named_parameters():  # names a tied parameter once
         if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in looked_up or ".original_module." in name:
             continue
@@ -176,7 +177,8 @@ def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
 
 def _state_flops(module: nn.Module) -> float:
     """A layer's forward FLOPs a token for its state; transformers' layers of a kind name their sizes alike."""
-    delta, mamba2 = ("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "ssm_state_size", "head_dim")
+    delta = ("num_v_heads", "head_k_dim", "head_v_dim")
+    mamba2 = ("num_heads", "ssm_state_size", "head_dim")
     for cost, names in ((6, delta), (4, mamba2)):
         sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
         if len(sizes) == len(names):

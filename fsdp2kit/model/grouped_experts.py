@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2kit.model.experts import expert_parameters, expert_weights
 from fsdp2kit.model.nf4 import NF4Layout, level_pairs
+from fsdp2kit.weights.experts import expert_parameters, expert_weights
+from fsdp2kit.weights.modules import PackedModule
 
 Product = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """From a weight's name, vectors ``[S, in]`` sorted by expert, each one's expert ``[S]``, and where each expert's
@@ -69,11 +70,12 @@ def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     missing = -before % multiple, -after % multiple  # zeros, which add nothing
     if not any(missing):
         return F.grouped_mm(x, matrices, offs=ends)
-    x, matrices = F.pad(x, (0, missing[0])), F.pad(matrices, (0, missing[1], 0, missing[0]))
+    x = F.pad(x, (0, missing[0]))
+    matrices = F.pad(matrices, (0, missing[1], 0, missing[0]))
     return F.grouped_mm(x, matrices, offs=ends)[:, :after]
 
 
-class NF4Experts(nn.Module):
+class NF4Experts(PackedModule):
     """A layer's experts with frozen weights in 4 bits, which are dequantised at each use and not kept.
 
     Parameters have the names of the plain experts'; blocks of 64 do not cross from one expert to the next.
@@ -84,7 +86,9 @@ class NF4Experts(nn.Module):
     def __init__(self, experts: Any) -> None:
         """Take the sizes, device and biases of ``experts``; its weights are lost, and `fill` gives them values."""
         super().__init__()
-        self.num_experts, self.has_gate, self.has_bias = experts.num_experts, experts.has_gate, experts.has_bias
+        self.num_experts = experts.num_experts
+        self.has_gate = experts.has_gate
+        self.has_bias = experts.has_bias
         self.is_transposed = experts.is_transposed
         plain = dict(experts.named_parameters(recurse=False))
         self.layouts = {name: NF4Layout.of(plain[name]) for name in expert_weights(experts)}
@@ -107,6 +111,14 @@ class NF4Experts(nn.Module):
         """As `compute_experts`."""
         return compute_experts(self, hidden, index, weights, partial(multiply, self))
 
+    def plain(self) -> nn.Module:
+        """The experts as they were, on meta."""
+        return vars(self)["original"]
+
+    def fills(self) -> dict[str, Callable[[Any], None]]:
+        """See `PackedModule`."""
+        return {name: partial(self.fill, name) for name in self.layouts}
+
     def fill(self, name: str, weight: Any) -> None:
         """Quantise this rank's share of the weight ``name``.
 
@@ -125,7 +137,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, ends: Tensor, layout: NF4Layout, is_transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(stored, pairs, ends)
-        ctx.layout, ctx.is_transposed = layout, is_transposed
+        ctx.layout = layout
+        ctx.is_transposed = is_transposed
         weight = layout.unpack(stored, pairs, x.dtype)
         return grouped_mm(x, weight if is_transposed else weight.transpose(1, 2), ends)
 

@@ -39,9 +39,11 @@ def load_hf_configs(
 ) -> tuple[PretrainedConfig, PretrainedConfig | None]:
     """As `load_hf_config`; and the checkpoint's own config, without overrides, if it has several parts."""
     # A copy, since transformers adds keys to the dicts that it is given.
-    overrides, whole = copy.deepcopy(dict(section.config)), None
+    overrides = copy.deepcopy(dict(section.config))
+    whole = None
     if section.path is None:
-        model_type, fields = overrides.pop("model_type"), {}
+        model_type = overrides.pop("model_type")
+        fields = {}
         try:
             known: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
         except (KeyError, ValueError):
@@ -86,6 +88,35 @@ def load_hf_configs(
     for complaint in complaints:
         logger.warning("%s", complaint)
     return config, whole
+
+
+def trained_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config that is trained of a checkpoint's: that of its text part, if it has other parts beside it.
+
+    `AutoModelForCausalLM` knows a class for it, if there is one.
+    """
+    text = text_config_of(config)
+    if text is not None:
+        return text
+    know_causal_lm(config)
+    return config
+
+
+def read_fields(
+    fields: Mapping[str, Any], config: PretrainedConfig, whole: PretrainedConfig | None
+) -> PretrainedConfig | None:
+    """What transformers makes of a config.json's fields, as the config that is trained; None if it refuses them.
+
+    Args:
+        config: one of the class that is trained.
+        whole: the config of a checkpoint of several parts, if the fields are such a one's.
+    """
+    try:
+        with rope_warnings():
+            read = type(config if whole is None else whole).from_dict(copy.deepcopy(dict(fields)))
+        return read if whole is None else text_config_of(read)
+    except Exception:  # transformers validates configs with exceptions of many types
+        return None
 
 
 def _text_part(section: ModelConfig, fields: dict[str, Any]) -> tuple[PretrainedConfig | None, dict[str, Any]]:
@@ -203,7 +234,9 @@ def _merge(
         known: fields that the config may have.
         model_type: its config class has the other names, in ``attribute_map``.
     """
-    merged, aliases, seen = dict(fields), _aliases(model_type), {}
+    merged = dict(fields)
+    aliases = _aliases(model_type)
+    seen = {}
     for key, value in overrides.items():
         own = aliases.get(key, key)
         if own in seen:

@@ -46,7 +46,9 @@ _SMALL = {
     "vocab_size_per_layer_input": 128,
     "hidden_size_per_layer_input": 16,
 }
-_LAYERS, _HEAD_DIM, _MAMBA_HEADS = 2, 16, 4
+_LAYERS = 2
+_HEAD_DIM = 16
+_MAMBA_HEADS = 4
 _MOST_KINDS = 3
 """What a config lists for every layer besides its kind distinguishes layers if it has so many values at most."""
 
@@ -94,7 +96,8 @@ def inspect_model(model: PreTrainedModel) -> Traits:
     Args:
         model: on meta or real, before it is made parallel; it is not changed.
     """
-    twin, no_twin = None, None
+    twin = None
+    no_twin = None
     try:
         twin = build_twin(model)
     except Exception as error:  # whatever an architecture raises
@@ -149,7 +152,8 @@ def beyond_positions(config: PretrainedConfig, *, seq_len: int) -> str | None:
     after. If kinds of layers have a RoPE each, the shortest length counts.
     """
     config = config.get_text_config()
-    positions, given = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    positions = getattr(config, "max_position_embeddings", None)
+    given = getattr(config, "rope_parameters", None) or {}
     if not isinstance(positions, int) or positions <= 0:
         return None
     kinds = [kind for kind in given.values() if isinstance(kind, dict)] or [given]
@@ -223,7 +227,8 @@ def _try(question: Callable[[Any], T], twin: PreTrainedModel | None) -> T | None
 
 def is_causal(twin: PreTrainedModel) -> bool:
     """Whether no logit depends on a later token."""
-    tokens, changed = _tokens(), _tokens()
+    tokens = _tokens()
+    changed = _tokens()
     changed[:, -1] += 1
     before, after = (twin(input_ids=ids, use_cache=False).logits for ids in (tokens, changed))
     return _same(before[:, :-1], after[:, :-1])
@@ -361,7 +366,8 @@ def _choose_layers(config: Any) -> None:
         chosen = sorted([*first, *others[: max(0, _LAYERS - len(first))]])
         if getattr(config, "num_kv_shared_layers", None):  # the last ones take keys of others of their kind
             shared = _first_of_each(kinds or [0])
-            chosen, config.num_kv_shared_layers = [*chosen, *shared], len(shared)
+            chosen = [*chosen, *shared]
+            config.num_kv_shared_layers = len(shared)
     config.num_hidden_layers = len(chosen)
     for key, value in lists.items():
         setattr(config, key, [*range(len(chosen))] if key in counted else [value[at] for at in chosen])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import local_slices
+from fsdp2kit.weights.modules import PackedModule
 
 BLOCK = 64
 """Elements that share a scale."""
@@ -111,19 +112,22 @@ class NF4Layout:
             rows_of: from a matrix's number, its first row that is wanted and the one after the last, to these rows
                 ``[n, width]``, of any floating-point dtype.
         """
-        local, start = local_part(stored), local_slices(stored)[0].start
-        step, done = max(1, _AT_A_TIME // (self.together * self.width)), 0
+        local = local_part(stored)
+        start = local_slices(stored)[0].start
+        step = max(1, _AT_A_TIME // (self.together * self.width))
+        done = 0
         while done < len(local):
             matrix, row = divmod(start + done, self.stored_rows)
             count = min(step, len(local) - done, self.stored_rows - row)
-            first, last = row * self.together, (row + count) * self.together
+            first = row * self.together
+            last = (row + count) * self.together
             rows = rows_of(matrix, first, min(last, self.rows)).to(local.device)
             whole = F.pad(rows, (0, 0, 0, last - first - len(rows)))
             local[done : done + count].copy_(quantize(whole.view(count, -1)))
             done += count
 
 
-class NF4Linear(nn.Module):
+class NF4Linear(PackedModule):
     """A linear layer with a frozen weight in 4 bits, which is dequantised at each use and not kept."""
 
     pairs: Tensor
@@ -135,7 +139,9 @@ class NF4Linear(nn.Module):
             dtype: of the dequantised `weight`.
         """
         super().__init__()
-        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = dtype
         self.layout = NF4Layout.of(linear.weight)
         self.nf4 = self.layout.parameter(linear.weight.device)
         self.bias = linear.bias
@@ -166,6 +172,14 @@ class NF4Linear(nn.Module):
         """The layer as it was, on meta."""
         return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.dtype)
 
+    def fills(self) -> dict[str, Callable[[Any], None]]:
+        """See `PackedModule`."""
+        return {"weight": self.fill}
+
+    def unpacked_rows(self) -> tuple[Tensor, Tensor, int]:
+        """See `PackedModule`."""
+        return self.nf4, self.unpack(local_part(self.nf4)), self.layout.together
+
 
 class _Linear(torch.autograd.Function):
     """Keeps the stored bytes for backward; autograd would keep the dequantised weight."""
@@ -175,7 +189,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, bias: Tensor | None, width: int, rows: int
     ) -> Tensor:
         ctx.save_for_backward(stored, pairs)
-        ctx.width, ctx.rows = width, rows
+        ctx.width = width
+        ctx.rows = rows
         return F.linear(x, dequantize(stored, pairs, width, x.dtype)[:rows], bias)
 
     @staticmethod

@@ -1,27 +1,20 @@
 """The text part of a checkpoint of several parts (text, images, audio, …) as a causal language model of its own.
 
 The text part is what is trained: a plain decoder with the head. The whole model stays on meta; it says how its files
-name the text part's tensors (`fsdp2kit.model.names.Whole`), and all others are carried over to exports as they are.
+name the text part's tensors (`fsdp2kit.weights.whole.Whole`), and all others are carried over to exports as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import re
-import textwrap
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
     PretrainedConfig,
@@ -29,12 +22,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Whole, tied_names
-from fsdp2kit.model.stored import check_indexes
+from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.whole import Whole, build_whole, refused
 
-_TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
-_PATTERNS = ("rank_pattern", "alpha_pattern")
 _PARTS = ("vision_config", "audio_config", "speech_config")
 
 
@@ -118,23 +108,6 @@ def _with_head(decoder: Any) -> type[PreTrainedModel]:
     return TextForCausalLM
 
 
-def build_whole(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedModel:
-    """The model of all parts on meta, its text part of config ``text``."""
-    name = next(iter(config.architectures or ()), None) or ""
-    kind: Any = getattr(transformers, name, None)
-    if kind is None or not inspect.isclass(kind) or not isinstance(config, getattr(kind, "config_class", None) or ()):
-        what = f"its config names the class {name or 'none'}, which is none of transformers' for {config.model_type!r}"
-        raise UserError("model.path", what, _TODO)
-    config = copy.deepcopy(config)
-    setattr(config, "text_config", copy.deepcopy(text))  # noqa: B010 (not every config has one)
-    try:
-        with torch.device("meta"):
-            return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:  # whatever a constructor raises, for a package that it lacks, say
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise _refused(kind, f"transformers cannot build the whole ({textwrap.shorten(reason, 200)})") from None
-
-
 def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Note at a text part which model it is a part of, in place.
 
@@ -153,131 +126,18 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
         (model.get_output_embeddings(), whole.get_output_embeddings()),
     )
     for inner, outer in parts:
-        own, there = names.get(id(inner)), places.get(id(outer))
+        own = names.get(id(inner))
+        there = places.get(id(outer))
         if not own or not there or type(inner) is not type(outer) or _shapes(inner) != _shapes(outer):
-            raise _refused(type(whole), f"its text part is no {type(model).__name__}")
+            raise refused(type(whole), f"its text part is no {type(model).__name__}")
         pairs.append((own, there))
     found = Whole(whole, tuple(pairs), config)
-    ties = {found.inner(alias): found.inner(name) for alias, name in tied_names(whole).items()}
+    ties = {found.inner(alias): found.inner(name) for alias, name in find_ties(whole).items()}
     ties = {alias: name for alias, name in ties.items() if alias is not None or name is not None}
-    if ties != tied_names(model) or any(found.outer(name) is None for name in model.state_dict()):
-        raise _refused(type(whole), f"it has, or ties, other tensors than {type(model).__name__}")
-    vars(model)["_fsdp2kit_whole"] = found
+    if ties != weights_of(model).ties or any(found.outer(name) is None for name in model.state_dict()):
+        raise refused(type(whole), f"it has, or ties, other tensors than {type(model).__name__}")
+    weights_of(model).names = found
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def _refused(whole: type[Any], what: str) -> UserError:
-    return UserError("model.path", f"the text part of {whole.__name__} cannot be trained: {what}", _TODO)
-
-
-@torch.no_grad()
-def check_same_logits(whole: Whole, twin: PreTrainedModel) -> None:
-    """Refuse a whole that computes other logits of text than its text part, tried on the small twin of that part.
-
-    Args:
-        twin: its decoder and head are put into a small whole, whose other parts stay on meta.
-    """
-    config = copy.deepcopy(twin.config)
-    config.pad_token_id = 0  # some replace images' tokens by it, before they are looked up
-    around = build_whole(whole.config, config).eval()
-    for (own, there), module in zip(whole.pairs, (twin.get_decoder(), twin.get_output_embeddings()), strict=True):
-        assert twin.get_submodule(own) is module
-        owner, _, leaf = there.rpartition(".")
-        setattr(around.get_submodule(owner), leaf, module)
-    ids = torch.arange(2, 14)[None]
-    try:
-        theirs = around(input_ids=ids, use_cache=False).logits
-    except Exception as error:  # whatever an architecture raises, one that computes something on meta above all
-        reason = str(error).partition("\n")[0]
-        raise _refused(type(whole.model), f"it does not run on text alone ({reason})") from None
-    ours = twin(input_ids=ids, use_cache=False).logits
-    if theirs.is_meta or not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5):
-        raise _refused(type(whole.model), "its logits of text are others than those of its text part alone")
-
-
-def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", local_files_only: bool = True) -> Any:
-    """The model of a Hugging Face directory, or hub id, by transformers alone and of the class that its config names.
-
-    Args:
-        local_files_only: never ask the hub.
-    """
-    check_indexes(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
-    # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
-    name = next(iter(config.architectures or ()), "")
-    kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
-    return kind.from_pretrained(directory, dtype=dtype, local_files_only=local_files_only)
-
-
-def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:
-    """The text of `load_whole` in float32, or the model itself where it has no other parts.
-
-    Args:
-        config: of the model that is trained; where there are no other parts, it may have overrides.
-    """
-    check_indexes(directory)
-    if text_config_of(AutoConfig.from_pretrained(directory, local_files_only=True)) is None:
-        return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-    whole = load_whole(directory, dtype=torch.float32)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
-    model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
-    return model
-
-
-def read_adapter_names(config: Any, whole: Whole) -> None:
-    """Turn names of a whole's modules in peft's config into those of its text part, in place.
-
-    peft reads them on the whole: a regular expression matches whole names there. Other parts get no adapters.
-    """
-    target, key = config.target_modules, "lora.target_modules"
-    if isinstance(target, str):
-        with contextlib.suppress(re.error):  # reported where the text part's names are matched
-            found = [name for name, _ in whole.model.named_modules() if re.fullmatch(target, name)]
-            if outside := [name for name in found if whole.inner(name) is None]:
-                what = f"{target!r} matches {outside[0]}, which is no part of the text part"
-                raise UserError(key, what, "begin it with the text part's name, as in model.language_model.")
-            if found and target.lower() != "all-linear":
-                config.target_modules = {whole.inner(name) for name in found}
-    elif target:
-        config.target_modules = {whole.inner(name) or name for name in target}
-    if config.modules_to_save:
-        config.modules_to_save = [whole.inner(name) or name for name in config.modules_to_save]
-    for field in _PATTERNS:
-        setattr(config, field, _by_module(getattr(config, field) or {}, whole))
-
-
-def _by_module(pattern: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """The values of a ``rank_pattern`` or ``alpha_pattern`` by the text part's names of the modules that get them.
-
-    peft takes the first key that matches the end of a name, as an expression.
-    """
-    found = {}
-    for name, _ in whole.model.named_modules() if pattern else ():
-        key = next((one for one in pattern if re.match(rf"(.*\.)?({one})$", name)), None)
-        if key is not None and (inner := whole.inner(name)) is not None:
-            found[inner] = pattern[key]
-    return found
-
-
-def written_adapter_names(values: Mapping[str, Any], layers: Iterable[str], whole: Whole) -> dict[str, Any]:
-    """The inverse of `read_adapter_names`, of a config's values: each layer by its whole name in the whole, since a
-    short name or an expression might match another part's layers.
-
-    Args:
-        layers: that have adapters, without experts, by their names in the text part.
-    """
-    ends = tuple(values["modules_to_save"] or ())  # of the text part's names, as peft compares them
-    saved = [name for name, _ in whole.model.named_modules() if (whole.inner(name) or "").endswith(ends)]
-    patterns = {field: {whole.outer(key) or key: one for key, one in values[field].items()} for field in _PATTERNS}
-    chosen = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
-    return {
-        **values,
-        **chosen,
-        **patterns,
-        "target_modules": [whole.outer(name) for name in layers],
-        "modules_to_save": saved or None,
-    }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,26 @@ _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a12345678"}
 
 
+@dataclass(eq=False)
+class TokenizerNotes:
+    """What transformers' tokenizers have no place for; see `notes_of`."""
+
+    new_tokens: tuple[int, ...] = ()
+    """Ids that `build_tokenizer` added to the vocabulary, ascending."""
+    stops: tuple[int, ...] = ()
+    """Ids at which generation of the model stops, beside the tokenizer's EOS."""
+    day: date | None = None
+    """The day that the chat template writes; None: today."""
+
+
+_NOTES: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TokenizerNotes] = weakref.WeakKeyDictionary()
+
+
+def notes_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerNotes:
+    """What is known of a tokenizer beside itself, until it is freed; a copy of it begins with none."""
+    return _NOTES.setdefault(tokenizer, TokenizerNotes())
+
+
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out. Collective.
 
@@ -75,7 +98,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
         _ADDED[_key_of(source)] = (tuple(sorted(tokenizer.added_tokens_decoder)), tokenizer.vocab_size)
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
-            vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
+            notes_of(tokenizer).new_tokens = _add_markers(tokenizer)
         elif isinstance(tokenizer.chat_template, str):
             # transformers takes the byte-order mark of a file for text, and it would be learnt.
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
@@ -87,7 +110,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
 
 def new_tokens(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Ids that `build_tokenizer` added to the vocabulary, ascending."""
-    return vars(tokenizer).get("_fsdp2kit_new", ()) if tokenizer is not None else ()
+    return notes_of(tokenizer).new_tokens if tokenizer is not None else ()
 
 
 def tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, ...]:
@@ -207,7 +230,7 @@ def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
 
 def set_stop_tokens(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
     """Say at which ids generation of the model stops, beside the tokenizer's EOS; `build_tokenizer` does."""
-    vars(tokenizer)["_fsdp2kit_stops"] = tuple(ids)
+    notes_of(tokenizer).stops = tuple(ids)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -216,7 +239,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     `build_tokenizer` reads the config. Of a tokenizer from elsewhere the EOS alone is known.
     """
     own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    return tuple(sorted({*own, *vars(tokenizer).get("_fsdp2kit_stops", ())}))
+    return tuple(sorted({*own, *notes_of(tokenizer).stops}))
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:

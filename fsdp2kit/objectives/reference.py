@@ -17,11 +17,12 @@ from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.model.adapters import adapter_of, without_adapter
+from fsdp2kit.model.adapters import without_adapter
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.torch_compat import forget_forwards
+from fsdp2kit.weights.record import weights_of
 
 
 def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> ReferenceModel:
@@ -34,7 +35,7 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
     Args:
         model: the model that is trained, made parallel by ``plan``.
     """
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     if adapter is not None and adapter.directory is None:  # new adapters begin by adding nothing
         return ReferenceModel(model, is_trained=True)
     copy = build_model(config.model, lora=config.lora).eval().requires_grad_(False)

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fsdp2kit.job.distributed import local_part
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.experts import DOWN, UP
 from fsdp2kit.torch_compat import orthogonalize, orthogonalize_each
+from fsdp2kit.weights.experts import DOWN, UP
+from fsdp2kit.weights.record import weights_of
 
 ParameterGroup = dict[str, Any]
 
@@ -194,7 +194,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     leave to AdamW; and experts in one tensor, ``[E, out, in]``. Adapters on such experts are left out: their factors
     are one matrix for all experts.
     """
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     stacked = tuple(f"{name}." for name in adapter.experts) if adapter is not None else ()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}

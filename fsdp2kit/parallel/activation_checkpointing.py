@@ -14,8 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
-from fsdp2kit.model.experts import find_experts
 from fsdp2kit.parallel.expert_parallel.recomputation import routing_contexts
+from fsdp2kit.weights.experts import find_experts
 
 # Parts of operator names: attention by any kernel (torch's, ours, flash-attn's, flex), and matmuls with a weight.
 # Batched matmuls are left out: in eager attention their results are the S² scores.

@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import decoder_layers, tied_names
-from fsdp2kit.model.dtypes import kept_in_float32
+from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
-from fsdp2kit.model.names import base_module
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, shard_dim
+from fsdp2kit.weights.modules import base_module
+from fsdp2kit.weights.record import weights_of
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _read_from_outside(model: PreTrainedModel) -> Iterator[str]:
     The loss reads the head's weight, DoRA the weights of a layer and its adapter, for their norm, and an adapter on
     experts theirs.
     """
-    adapter, head = adapter_of(model), model.get_output_embeddings()
+    adapter, head = weights_of(model).adapter, model.get_output_embeddings()
     read = [head] if head is not None else []
     read += [model.get_submodule(name) for name in (adapter.experts if adapter is not None else ())]
     if adapter is not None and adapter.config.use_dora:
@@ -174,11 +173,31 @@ def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) ->
 
     Those of modules whose class ``class_dtypes`` names are not among them.
     """
-    kept = kept_in_float32(model, getattr(torch, dtype))
+    kept = weights_of(model).kept_in_float32(getattr(torch, dtype), model.state_dict())
     decided = tuple(
         f"{name}." for name, module in model.named_modules() if type(module).__name__ in section.class_dtypes
     )
     return [name for name in model.state_dict() if name in kept and not name.startswith(decided)]
+
+
+def layers_by_dtype(section: FSDPConfig, model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Names of the modules that compute in another dtype than the others.
+
+    Returns:
+        Those to which ``class_dtypes`` gives another dtype, itself or by the innermost listed module around them; and
+        those whose ``weight`` stays in float32.
+    """
+    modules = dict(model.named_modules())
+    by_class = {name for name in modules if _class_dtype(name, modules, section) != section.param_dtype}
+    kept = stays_in_float32(section, model, section.param_dtype)
+    return by_class, {name.removesuffix(".weight") for name in kept if name.endswith(".weight")}
+
+
+def _class_dtype(name: str, modules: Mapping[str, nn.Module], section: FSDPConfig) -> str:
+    """The dtype that ``class_dtypes`` gives a module, or the innermost listed module around it."""
+    parts = name.split(".")
+    around = (type(modules[".".join(parts[:size])]).__name__ for size in range(len(parts), -1, -1))
+    return next((section.class_dtypes[kind] for kind in around if kind in section.class_dtypes), section.param_dtype)
 
 
 def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
@@ -250,7 +269,7 @@ def apply_fsdp(
     whole = {p for name in ignored for p in model.get_submodule(name).parameters(recurse=False)}
     computes = {unit.name: unit.param_dtype for unit in units if not unit.kept}
     stays = set(stays_in_float32(section, model, section.param_dtype))
-    is_frozen = adapter_of(model) is not None or not any(p.requires_grad for p in model.parameters())
+    is_frozen = weights_of(model).adapter is not None or not any(p.requires_grad for p in model.parameters())
     for name, parameter in model.named_parameters():
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
         if not parameter.is_floating_point():  # in 4 bits, two in a byte
@@ -392,7 +411,7 @@ def _by_size(model: nn.Module, min_params: int, uncalled: Collection[str]) -> It
     Not a unit: a list or dict of modules, which has no forward to gather parameters for; a module that is never
     called; and one that shares a parameter with a module outside of it. The module around them has their parameters.
     """
-    shared = set(tied_names(model)) | set(tied_names(model).values())
+    shared = set(weights_of(model).ties) | set(weights_of(model).ties.values())
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
         """Units inside ``module``, itself among them, each with its parameters."""
@@ -417,7 +436,7 @@ def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]
     if all(parameter.requires_grad for parameter in model.parameters()):
         return
 
-    tied = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
+    tied = {name.rpartition(".")[0] for pair in weights_of(model).ties.items() for name in pair}
 
     def visit(name: str, module: nn.Module) -> Iterator[str]:
         parameters = list(module.parameters())
@@ -438,7 +457,7 @@ def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]
 
 def _check_shared(model: nn.Module, units: set[str]) -> None:
     """Refuse a parameter in two units, which would fail in the first forward."""
-    for alias, name in tied_names(model).items():
+    for alias, name in weights_of(model).ties.items():
         if _unit_of(alias, units) != _unit_of(name, units):
             raise UserError(
                 f"model {type(model).__name__}",

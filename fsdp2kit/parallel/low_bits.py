@@ -18,14 +18,15 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError, importing, nearest
-from fsdp2kit.model.build import decoder_layers, tied_names
-from fsdp2kit.model.experts import are_experts, expert_weights, unlike_experts
+from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.inspect import Traits
-from fsdp2kit.model.names import base_name
 from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Layout, NF4Linear
-from fsdp2kit.parallel.fsdp import stays_in_float32
+from fsdp2kit.parallel.fsdp import layers_by_dtype
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.experts import are_experts, expert_weights, unlike_experts
+from fsdp2kit.weights.record import weights_of
 
 _MULTIPLE = 16
 """Float8 kernels want inner and outer dimensions divisible by this."""
@@ -229,12 +230,11 @@ def _choose_layers(
     Left out are routers of a mixture of experts, layers that are more than a matmul, layers whose weight another
     module reads, and those for which one of ``reasons`` holds.
     """
-    modules = dict(model.named_modules())
-    tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
+    tied = {name.removesuffix(".weight") for pair in weights_of(model).ties.items() for name in pair}
     hf_config = model.config.get_text_config().to_dict()
     # The numbers of experts, under any name; none without experts.
     expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}
-    kept = set(stays_in_float32(fsdp, model, fsdp.param_dtype))
+    by_class, by_model = layers_by_dtype(fsdp, model)
     chosen: list[str] = []
     left_out: dict[str, tuple[str, ...]] = {}
     for name, layer in linear.items():
@@ -242,8 +242,8 @@ def _choose_layers(
         held = {
             "routers": _is_router(own_name, layer, expert_counts),
             "of a class of their own": type(layer) is not nn.Linear,
-            "in another dtype by fsdp.class_dtypes": _has_own_dtype(name, modules, fsdp),
-            "kept in float32 by the model": f"{name}.weight" in kept,
+            "in another dtype by fsdp.class_dtypes": name in by_class,
+            "kept in float32 by the model": name in by_model,
             "whose parameters are used elsewhere": own_name in traits.uncalled_modules or name in tied,
             **reasons(name, layer),
         }
@@ -282,11 +282,3 @@ def _is_router(name: str, module: nn.Linear, expert_counts: set[int]) -> bool:
     parts = name.split(".")
     named_so = "gate" in parts or any("router" in part for part in parts)
     return bool(expert_counts) and (named_so or module.out_features in expert_counts)
-
-
-def _has_own_dtype(name: str, modules: Mapping[str, nn.Module], fsdp: FSDPConfig) -> bool:
-    """Whether ``class_dtypes`` gives the layer, or the innermost listed module around it, another dtype."""
-    parts = name.split(".")
-    around = (type(modules[".".join(parts[:size])]).__name__ for size in range(len(parts), -1, -1))
-    dtype = next((fsdp.class_dtypes[kind] for kind in around if kind in fsdp.class_dtypes), fsdp.param_dtype)
-    return dtype != fsdp.param_dtype

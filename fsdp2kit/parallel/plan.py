@@ -26,8 +26,7 @@ from fsdp2kit.config.schema import (
 from fsdp2kit.console import counted
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
-from fsdp2kit.model.adapters import Adapter, adapter_of
-from fsdp2kit.model.build import decoder_layers, source_of
+from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.flops import ModelFlops, count_model_flops
 from fsdp2kit.model.inspect import (
     Traits,
@@ -39,8 +38,6 @@ from fsdp2kit.model.inspect import (
     inspect_model,
 )
 from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.names import whole_of
-from fsdp2kit.model.text_part import check_same_logits
 from fsdp2kit.model.tokenizer import check_same_tokens
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
@@ -54,6 +51,8 @@ from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_f
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
 from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
+from fsdp2kit.weights.adapters import Adapter
+from fsdp2kit.weights.record import source_of, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +214,9 @@ def plan_parallel(
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             ignored_parameters=sum(p.numel() for p in ignored),
-            part_of=None if (whole := whole_of(model)) is None else type(whole.model).__name__,
+            part_of=None if (whole := weights_of(model).whole) is None else type(whole.model).__name__,
             note=beyond_positions(model.config, seq_len=config.data.seq_len),
-            adapter=adapter_of(model),
+            adapter=weights_of(model).adapter,
             model=config.model,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
@@ -231,7 +230,7 @@ def plan_parallel(
 
 def _ledger(config: TrainingConfig, model: PreTrainedModel, *, replicas: int) -> DtypeLedger:
     export = config.checkpoint.export_dtype or source_of(model).dtype
-    exported = [export] * (adapter_of(model) is None)  # an adapter's export holds nothing of the model
+    exported = [export] * (weights_of(model).adapter is None)  # an adapter's export holds nothing of the model
     kept = [
         name for dtype in (config.fsdp.param_dtype, *exported) for name in stays_in_float32(config.fsdp, model, dtype)
     ]
@@ -263,11 +262,11 @@ def _check_model(
     check_rope(model.config, seq_len=config.data.seq_len)
     check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or config.mesh.cp > 1)
     check_positions(model, traits, seq_len=config.data.seq_len)
-    if (whole := whole_of(model)) is not None:
+    if (whole := weights_of(model).whole) is not None:
         if traits.no_twin:
             what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_twin}"
             raise UserError("model.path", what, "use a text model")
-        traits.once("whole", lambda twin: check_same_logits(whole, twin))
+        traits.once("whole", whole.check_same_logits)
         if engine is not None and not engine.embedded:
             what = f"a server would be sent the text part of {type(whole.model).__name__} alone"
             raise UserError("rollout.engine", what, 'use "transformers", or a text model')
@@ -311,7 +310,7 @@ def _check_packing(
 
 def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Traits) -> None:
     """Refuse adapters that the recipe did not build, and those that nothing would call."""
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     if adapter is None and config.trains_adapter:
         where = "lora.rank" if config.model.adapter is None else "model.adapter"
         what = f"is given, but recipe {config.recipe!r} built the model without adapters"
@@ -355,7 +354,7 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
         for key, value in config.to_dict().items()
         if _is_noise(key) and isinstance(value, float) and value > 0
     ]
-    keys += ["lora.dropout"] if (adapter := adapter_of(model)) and adapter.config.lora_dropout else []
+    keys += ["lora.dropout"] if (adapter := weights_of(model).adapter) and adapter.config.lora_dropout else []
     todo = 'preflight.allow = ["dropout"]'
     if not any("jitter" in key for key in keys):  # PhiMoE routes by it in evaluation, too
         todo = f"{' and '.join(f'{key} = 0.0' for key in keys)}, or {todo}"
@@ -368,7 +367,8 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
 
 def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes) -> ExpertPlan | None:
     """How experts are dealt out, where ``ep`` asks for it; refuses what was not tried with that."""
-    adapter, has_engine = adapter_of(model), config.engine_needs is not None
+    adapter = weights_of(model).adapter
+    has_engine = config.engine_needs is not None
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
         ("mesh.ep with adapters on experts", adapter is not None and adapter.experts, "leave the experts out"),

@@ -19,7 +19,7 @@ from transformers.distributed import utils as transformers_meshes
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import world_size
 from fsdp2kit.job.mesh import device_mesh
-from fsdp2kit.model.names import tied_names
+from fsdp2kit.weights.record import weights_of
 
 
 def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
         The mesh of this rank and those it shares the model with.
     """
     mesh = device_mesh(device.type, {"pp": 1, "fsdp": world_size() // tp, "tp": tp})
-    ties = tied_names(model)
+    ties = weights_of(model).ties
     plan = dict(model.tp_plan)
     for alias, name in ties.items():
         # transformers splits before it ties: both have to be split alike, or neither.

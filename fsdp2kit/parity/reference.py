@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from fsdp2kit.data.loader import Batch, batch_of
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
+from fsdp2kit.model.hf_config import trained_config
 from fsdp2kit.model.loss_head import IGNORE
-from fsdp2kit.model.names import base_name
-from fsdp2kit.model.stored import check_indexes
-from fsdp2kit.model.text_part import know_causal_lm
 from fsdp2kit.parallel.context_parallel.batch import RECURRENT_KINDS
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.stored import check_indexes
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def gradient_of(parameter: Any) -> Tensor:
 def load_plain(path: Path) -> PreTrainedModel:
     """The model in float32, by transformers alone, with its default attention (sdpa, or eager without sdpa)."""
     check_indexes(path)
-    know_causal_lm(AutoConfig.from_pretrained(path))
+    trained_config(AutoConfig.from_pretrained(path))  # a class that fsdp2kit makes is known from then on
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 
 
@@ -205,9 +205,8 @@ def plain_logits(
 
 
 def _logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype) -> Tensor:
-    wanted = tensor_dtypes(model, dtype)
-    # An adapter's own parameters have no names in transformers.
-    cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
+    weights = weights_of(model)
+    cast = {name: one.to(weights.dtype_of(name, dtype)) for name, one in model.named_parameters()}
     inputs = {
         "input_ids": rows.input_ids.to(model.device),
         "position_ids": rows.position_ids.to(model.device),

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import load_plain_text
 from fsdp2kit.model.inspect import shrink_config
-from fsdp2kit.model.text_part import load_plain_text
 from fsdp2kit.parity.reference import Rows
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
-from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.flops import head_widths
 from fsdp2kit.model.inspect import backbone_name
 from fsdp2kit.model.layer_functions import use_no_kernels
@@ -35,6 +34,7 @@ from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, 
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
 from fsdp2kit.planner.dispatch import deal_out_on_one_rank
 from fsdp2kit.torch_compat import FakeTensorMode
+from fsdp2kit.weights.modules import cast_model
 
 _MOST_CALLS = 15_000
 """Calls of torch in a pass over a few layers. So many take about ten seconds."""

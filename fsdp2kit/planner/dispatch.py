@@ -17,10 +17,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.model.experts import expert_weights, experts_per_token, find_experts
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, item_bytes
+from fsdp2kit.weights.experts import expert_weights, experts_per_token, find_experts
 
 IMBALANCE = 2
 """The load, beside that of an even routing, for which every plan says the memory."""

@@ -14,13 +14,13 @@ from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
 from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.model.names import ADAPTER
 from fsdp2kit.optim.build import state_sizes, update_bytes
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, rank_tokens
 from fsdp2kit.planner.dispatch import Dispatch, dispatches, with_load
+from fsdp2kit.weights.adapters import ADAPTER
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys of models' configs (Gemma 2, RecurrentGemma, xLSTM)."""

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.model.flops import flops_per_batch
 from fsdp2kit.planner.communication import Collective
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.sizes import StepMemory
+from fsdp2kit.weights.experts import is_mixture
 
 LINK_EFFICIENCY = 0.8
 """Assumed share of a link's bandwidth while a collective runs."""

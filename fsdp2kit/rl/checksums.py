@@ -61,7 +61,8 @@ def differing(model: Any, sums: Mapping[str, Sum]) -> tuple[list[str], int]:
         model: vLLM's.
         sums: by name in a Hugging Face file.
     """
-    wrong, compared = [], 0
+    wrong = []
+    compared = 0
     for name, held in _held(model, sums):
         compared += 1
         if checksum(held) != sums[name]:

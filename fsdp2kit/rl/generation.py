@@ -12,7 +12,6 @@ from typing import Any
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.rl.engines.engine import Response, RolloutEngine
 from fsdp2kit.rl.environments.conversations import Conversations
 from fsdp2kit.rl.parts import from_all_ranks, my_part
@@ -20,6 +19,7 @@ from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.prompts import Question
 from fsdp2kit.rl.sleep import Sleepers
 from fsdp2kit.rl.weight_sync import sync_weights
+from fsdp2kit.weights.experts import is_mixture
 
 _ROUTED_ANEW = "experts: the trainer does not replay the engine's choices; log_prob_gap shows what this costs"
 

@@ -113,7 +113,9 @@ class Link:
         Raises:
             LinkError: a side did not come in time.
         """
-        self._store, self._device, self._backend = store, device, backend
+        self._store = store
+        self._device = device
+        self._backend = backend
         limit = timedelta(seconds=seconds)
         try:
             self._group = (
@@ -131,14 +133,14 @@ class Link:
         Raises:
             LinkError: another side is gone, or did not answer in time.
         """
-        carried = [one.cpu() if self._backend == "gloo" else one for one in tensors]
+        outgoing = [one.cpu() if self._backend == "gloo" else one for one in tensors]
         group = self._group  # until its work has ended: the end of a group waits for that
         try:
-            for work in [group.broadcast(one, 0) for one in carried]:
+            for work in [group.broadcast(one, 0) for one in outgoing]:
                 work.wait()
         except RuntimeError as error:
             raise LinkError(_plain(error)) from None
-        for one, sent in zip(tensors, carried, strict=True):
+        for one, sent in zip(tensors, outgoing, strict=True):
             if sent is not one:
                 one.copy_(sent)
 
@@ -155,7 +157,8 @@ class Link:
 
     def close(self) -> None:
         """Leave the group, whatever is under way."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             with suppress(RuntimeError):
                 group.abort()
@@ -266,7 +269,11 @@ class NetworkSender:
         announce: Callable[[dict[str, Any]], object],
         join: Callable[[Meeting, torch.device, Callable[[], object]], Link] = Meeting.join,
     ) -> None:
-        self._host, self._seconds, self._invite, self._announce, self._join = host, seconds, invite, announce, join
+        self._host = host
+        self._seconds = seconds
+        self._invite = invite
+        self._announce = announce
+        self._join = join
         self._link: Link | None = None
         self._answer: Future[object] | None = None
 
@@ -357,7 +364,8 @@ class NetworkReceiver:
     """
 
     def __init__(self, place: Place, *, number: int, count: int, device: torch.device) -> None:
-        self._link, self._device = join(place, number=number, count=count, device=device), device
+        self._link = join(place, number=number, count=count, device=device)
+        self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def receive(self, entries: list[list[Any]], nbytes: int) -> Iterator[tuple[str, Tensor]]:

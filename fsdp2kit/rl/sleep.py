@@ -27,6 +27,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.torch_compat import accumulated_gradients, inner_tensors
+from fsdp2kit.weights.record import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ _REFUSAL = 'the {0} are asleep on the host; wake_up(model, ["{0}"]) brings them 
 
 
 def _asleep_in(model: nn.Module) -> dict[str, _Asleep]:
-    return vars(model).setdefault("_fsdp2kit_asleep", {})
+    return weights_of(model).asleep
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -7,7 +7,7 @@ pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are merged, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,15 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.model.adapters import adapter_of, merged_weight
-from fsdp2kit.model.dtypes import tensor_dtypes
-from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engines.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
 from fsdp2kit.torch_compat import all_gather_single, local_slices
+from fsdp2kit.weights.adapters import ADAPTER, Adapter, base_name, merged_weight
+from fsdp2kit.weights.entries import WeightEntry, entries
+from fsdp2kit.weights.modules import build_skeleton
+from fsdp2kit.weights.record import weights_of
 
 
 def sync_weights(
@@ -43,7 +44,7 @@ def sync_weights(
         model: as `parallelize_model` made it; units that a forward left gathered are freed.
         engine: this rank's. It has ``version`` when all ranks' engines have it, and none if any of them raised.
         dtype: floating-point tensors are cast to it before they travel, except for those that transformers keeps in
-            float32 (`tensor_dtypes`).
+            float32 (`Weights.dtypes`).
         bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) has its own.
 
     Returns:
@@ -107,12 +108,10 @@ class _Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Tensors that transformers converts together."""
+    """What the model has of an entry."""
 
     weights: tuple[_Weight, ...]
-    skeleton: Any
-    file_name: str | None
-    """Its name in a file, if that is all that differs there."""
+    entry: WeightEntry
 
     @property
     def changes(self) -> bool:
@@ -124,11 +123,12 @@ class _Group:
 
     def entries(self, data: Tensor, offsets: Sequence[int]) -> list[Entry]:
         """Convert the tensors within ``data``, where they begin at ``offsets``."""
-        if self.file_name is not None:
-            (weight,), (offset,) = self.weights, offsets
-            return [Entry(self.file_name, tuple(weight.tensor.shape), weight.dtype, offset)]
+        if self.entry.convert is None:
+            (weight,) = self.weights
+            (offset,) = offsets
+            return [Entry(next(iter(self.entry.forms)), tuple(weight.tensor.shape), weight.dtype, offset)]
         found = {one.name: one.within(data, offset) for one, offset in zip(self.weights, offsets, strict=True)}
-        names, tensors = zip(*to_file_names(self.skeleton, found).items(), strict=True)
+        names, tensors = zip(*self.entry.convert(found).items(), strict=True)
         views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
         if all(views) and all(tensor.is_contiguous() for tensor in tensors):
             places = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
@@ -143,7 +143,8 @@ class _Group:
 
 def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
     """All tensors of a model, in groups that transformers converts together; the same on every rank."""
-    skeleton, adapter = build_skeleton(model), adapter_of(model)
+    skeleton = build_skeleton(model)
+    adapter = weights_of(model).adapter
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
@@ -151,23 +152,26 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         # A module that an adapter trains whole is there twice: the trained copy counts.
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
-    weights: dict[str, _Weight] = {}
-    tied, dtypes = tied_names(model), tensor_dtypes(model, dtype)
-    for name in (name for name in skeleton.state_dict() if name not in tied):
-        tensor = found[name]
-        layer, _, leaf = name.rpartition(".")
-        parts: tuple[Tensor, ...] = ()
-        if adapter is not None and layer in adapter.layers and leaf == "weight":
-            keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
-            parts = tuple(parameters[key] for key in keys if key in parameters)
-        sent_as = dtypes.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
-        weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
-    metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    ties = weights_of(model).ties
+    tensors = {name: found[name] for name in skeleton.state_dict() if name not in ties}
     groups = []
-    for names, forms, is_copied in conversion_groups(skeleton, metas):
-        file_name = next(iter(forms)) if is_copied else None
-        groups.append(_Group(tuple(weights[name] for name in names), skeleton, file_name))
+    for entry in entries(skeleton, tensors, dtype):
+        weights = []
+        for name, meta in entry.tensors.items():
+            parts = _adapter_parts(name, adapter, parameters)
+            layer = model.get_submodule(name.rpartition(".")[0]) if parts else None
+            weights.append(_Weight(name, tensors[name], meta.dtype, layer, parts))
+        groups.append(_Group(tuple(weights), entry))
     return groups
+
+
+def _adapter_parts(name: str, adapter: Adapter | None, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, ...]:
+    """The parameters of the adapter that is merged into a tensor, as `merged_weight` takes them."""
+    layer, _, leaf = name.rpartition(".")
+    if adapter is None or layer not in adapter.layers or leaf != "weight":
+        return ()
+    keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
+    return tuple(parameters[key] for key in keys if key in parameters)
 
 
 def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]) -> None:
@@ -187,10 +191,10 @@ def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Ca
     largest = max((each for each, by_itself in zip(sizes, alone, strict=True) if not by_itself), default=0)
     memory = [torch.empty(largest, dtype=torch.uint8, device=shards.device) for _ in range(2)]
 
-    def begin(number: int) -> _Gather:
-        return _Gather(_weights_of(batches[number]), shards, None if alone[number] else memory)
+    def begin(number: int) -> _BucketGather:
+        return _BucketGather(_weights_of(batches[number]), shards, None if alone[number] else memory)
 
-    ahead: _Gather | None = None
+    ahead: _BucketGather | None = None
     for number, batch in enumerate(batches):
         bucket = _to_bucket(batch, ahead or begin(number))
         ahead = begin(number + 1) if number + 1 < len(batches) and not all(alone[number : number + 2]) else None
@@ -202,7 +206,7 @@ def _weights_of(batch: Sequence[_Group]) -> list[_Weight]:
     return [weight for group in batch for weight in group.weights]
 
 
-def _to_bucket(batch: Sequence[_Group], gather: _Gather) -> Bucket:
+def _to_bucket(batch: Sequence[_Group], gather: _BucketGather) -> Bucket:
     data, offsets = gather.finish()
     place = iter(offsets)
     entries = [entry for group in batch for entry in group.entries(data, [next(place) for _ in group.weights])]
@@ -231,7 +235,8 @@ class _Shards:
             return cls(1, 0, None, tensors[0].device if tensors else torch.device("cpu"))
         first = next((tensor for tensor in sharded if _is_by_rows(tensor)), sharded[0])
         dims = [dim for dim, placement in enumerate(first.placements) if not isinstance(placement, Replicate)]
-        mesh, group = first.device_mesh, first.device_mesh.get_group(dims[0]) if dims else None
+        mesh = first.device_mesh
+        group = first.device_mesh.get_group(dims[0]) if dims else None
         for tensor in sharded:
             is_same = (tensor.device_mesh, tensor.placements) == (mesh, first.placements)
             if group is None or not _is_by_rows(first) or not (is_same or _is_dealt_out(tensor, group)):
@@ -271,7 +276,7 @@ def _is_dealt_out(tensor: DTensor, group: dist.ProcessGroup) -> bool:
     return is_known and len(set(dims)) == len(dims) and ranks <= set(tensor.device_mesh.mesh.flatten().tolist())
 
 
-class _Gather:
+class _BucketGather:
     """Gathers whole tensors: the constructor begins, `finish` waits.
 
     Args:
@@ -279,7 +284,10 @@ class _Gather:
     """
 
     def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: Sequence[Tensor] | None = None) -> None:
-        self._weights, self._ranks, self._memory, self._device = weights, shards.ranks, memory, shards.device
+        self._weights = weights
+        self._ranks = shards.ranks
+        self._memory = memory
+        self._device = shards.device
         self._parts = [shards.parts(weight.tensor) for weight in weights]
         self._sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
         self._places, size = _layout(zip(self._sizes, (weight.dtype.itemsize for weight in weights), strict=True))
@@ -308,7 +316,7 @@ class _Gather:
         parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
         if not parts:
             return []
-        data, offsets = _Gather(parts, shards).finish()
+        data, offsets = _BucketGather(parts, shards).finish()
         return [part.within(data, offset) for part, offset in zip(parts, offsets, strict=True)]
 
     def finish(self) -> tuple[Tensor, Sequence[int]]:
@@ -361,7 +369,8 @@ def _merged_shard(weight: _Weight, adapter: Sequence[Tensor]) -> Tensor:
     if weight.layer.fan_in_fan_out:
         a = a[:, rows]
     else:
-        b, magnitude = b[rows], [lengths[rows] for lengths in magnitude]
+        b = b[rows]
+        magnitude = [lengths[rows] for lengths in magnitude]
     return merged_weight(local_part(weight.tensor), weight.layer, a, b, *magnitude)
 
 
@@ -370,8 +379,11 @@ def _layout(sizes: Iterable[tuple[int, int]], begin: int = 0) -> tuple[list[int]
 
     The end is a multiple of every item's size.
     """
-    offsets, end, widest = [], begin, 1
+    offsets = []
+    end = begin
+    widest = 1
     for size, itemsize in sizes:
         offsets.append(-(-end // itemsize) * itemsize)
-        end, widest = offsets[-1] + size, max(widest, itemsize)
+        end = offsets[-1] + size
+        widest = max(widest, itemsize)
     return offsets, -(-end // widest) * widest

@@ -17,14 +17,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fsdp2kit.checkpoint import export_directory, from_hf, hf, safetensors_file
+from fsdp2kit.checkpoint import export_directory, from_hf, hf
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.text_part import load_whole
+from fsdp2kit.model.build import load_whole
+from fsdp2kit.weights import safetensors_file
+from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import assert_equal, exported
 

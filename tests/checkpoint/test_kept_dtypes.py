@@ -21,11 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.job.events import Events
-from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
+from fsdp2kit.weights.record import ModelSource, weights_of
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import assert_equal, exported
 from tests.kept import BEYOND_5_17, kept_model
@@ -92,7 +93,7 @@ def test_a_merge_keeps_them(tmp_path: Path) -> None:
     tensors = {f"model.{name.removeprefix('base_model.model.')}": tensor for name, tensor in trained.items()}
     dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
     shutil.copy(tmp_path / kind / "config.json", adapter)
-    dcp_to_hf(tmp_path / "dcp", tmp_path / "merged", config_dir=adapter, merge=True, dtype="bfloat16")
+    merge_to_hf(tmp_path / "dcp", tmp_path / "merged", config_dir=adapter, dtype="bfloat16")
 
     model.merge_and_unload().save_pretrained(tmp_path / "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
@@ -126,7 +127,7 @@ def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> 
     config.auto_map = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
     model = OwnForCausalLM(config)
     model.save_pretrained(tmp_path / "source")
-    vars(model)["_fsdp2kit_source"] = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
+    weights_of(model).source = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
     job: Any = SimpleNamespace(environment={}, events=Events())
     run, section = {"dir": str(tmp_path)}, {"export_dtype": dtype}
     settings = TrainingConfig.model_validate({"recipe": "sft", "run": run, "checkpoint": section})

@@ -28,8 +28,9 @@ from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig,
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.model.build import ModelSource, build_model, source_of
+from fsdp2kit.model.build import build_model
 from fsdp2kit.rl.evaluation import RewardEvaluation
+from fsdp2kit.weights.record import ModelSource, source_of, weights_of
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import checkpoints_of, exported_step
 from tests.checkpoint.test_checkpoints import flip
@@ -140,7 +141,7 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
         run = RunConfig(dir=str(tmp_path / "run"), resume=resume)
         config = TrainingConfig(recipe="sft", model=ModelConfig(path=str(tmp_path / "source")), run=run, **settings)
         (tmp_path / "run").mkdir(exist_ok=True)
-        vars(model)["_fsdp2kit_source"] = source_of(build_model(config.model))
+        weights_of(model).source = source_of(build_model(config.model))
         return build_checkpoints(config, model, jobs.adamw(model), job=job, data=data, tokenizer=None)
 
     fresh = jobs.tiny_llama(seed=1)

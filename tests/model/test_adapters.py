@@ -16,12 +16,12 @@ from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import CompileConfig, FSDPConfig, ModelConfig, TrainingConfig
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops
-from fsdp2kit.model.names import adapter_file_name
 from fsdp2kit.parallel import low_bits
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.weights.adapters import adapter_file_name
+from fsdp2kit.weights.record import weights_of
 from tests.reference import needs_integers, tiny_model, tiny_model_dir
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "resid_pdrop": 0,
@@ -56,7 +56,7 @@ def test_names_are_those_of_peft(kind: str, options: dict[str, Any], tmp_path: P
     assert trained.keys() == {name for name, p in theirs.get_base_model().named_parameters() if p.requires_grad}
     shapes = {adapter_file_name(name): p.shape for name, p in trained.items()}
     assert shapes == {name: tensor.shape for name, tensor in stored.items()}
-    adapter = adapter_of(ours)
+    adapter = weights_of(ours).adapter
     assert adapter is not None
     layer = adapter.layers[0]
     assert ours.get_submodule(layer).scaling == theirs.get_base_model().get_submodule(layer).scaling
@@ -80,7 +80,7 @@ def test_layers_that_cannot_be_adapted_are_left_out_or_refused(
     model: Any, adapted: set[str], refused: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     section = section_of(model, tmp_path)
-    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
+    adapter = weights_of(build_model(section, lora=LoraSection(rank=4)).adapter)
     assert adapter is not None
     assert {name.rpartition(".")[2] for name in adapter.layers} == adapted
     with pytest.raises(UserError, match=says):

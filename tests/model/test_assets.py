@@ -17,9 +17,11 @@ from transformers import AutoConfig, GenerationConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.assets import config_digest, find_hf_dir, save_assets, weights_digest
-from fsdp2kit.model.build import ModelSource, build_model, source_of
+from fsdp2kit.model.assets import config_digest, find_hf_dir, save_assets
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.weights.record import ModelSource, source_of
+from fsdp2kit.weights.stored import weights_digest
 from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import tiny_model, tiny_model_dir
 from tests.workers import WorkerPool

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.model.assets import copy_assets, find_hf_dir, save_assets
-from fsdp2kit.model.build import build_model, source_of
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.weights.record import source_of
 from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import tiny_model_dir
 from tests.runs import run_recipe

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, LlamaC
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.model.assets import save_assets
-from fsdp2kit.model.build import build_model, source_of
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.config_file import dtype_of, with_dtype
-from fsdp2kit.model.names import own_class
+from fsdp2kit.weights.record import own_class, source_of
 from tests.old_form import LLAMA3, OLD, YARN, old_python, write_old
 
 IDS = torch.arange(120)[None] % 100 + 4

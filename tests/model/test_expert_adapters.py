@@ -17,11 +17,14 @@ from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import adapter_of, without_adapter
+from fsdp2kit.model.adapters import without_adapter
 from fsdp2kit.model.build import build_model, materialize
-from fsdp2kit.model.expert_adapters import merge_experts, replace_forward
-from fsdp2kit.model.experts import find_experts
-from fsdp2kit.model.weights import fill_adapter, load_adapter, load_pretrained
+from fsdp2kit.model.expert_adapters import replace_forward
+from fsdp2kit.weights.adapter_values import fill_adapter, load_adapter
+from fsdp2kit.weights.adapters import merge_experts
+from fsdp2kit.weights.experts import find_experts
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.record import weights_of
 from tests.reference import full
 
 SIZES = {
@@ -162,7 +165,7 @@ def test_an_export_is_what_peft_loads_and_merges(kind: str, tmp_path: Path) -> N
     ).read_text()
 
     theirs = {name.replace(".base_layer", ""): p for name, p in peft.merge_and_unload().named_parameters()}
-    adapter = adapter_of(model)
+    adapter = weights_of(model).adapter
     assert adapter is not None
     for name in adapter.experts:
         for key, wrapper in (("gate_up_proj", f"{name}.base_layer"), ("down_proj", name)):

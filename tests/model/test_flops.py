@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.model import experts
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
 from fsdp2kit.planner.devices import find_device
+from fsdp2kit.weights import experts
 from tests.planner.models import QWEN3_30B, config_of, planned, small
 from tests.reference import tiny_model
 

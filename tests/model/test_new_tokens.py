@@ -25,12 +25,13 @@ from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError
-from fsdp2kit.model import weights
-from fsdp2kit.model.build import build_model, materialize, source_of
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
+from fsdp2kit.weights import shards
+from fsdp2kit.weights.record import source_of
 from tests.data.templates import encode_chat, make_tokenizer, spoken
 from tests.model.test_weights import _sharded
 from tests.reference import DEMO, full, tiny_model
@@ -92,7 +93,7 @@ def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str
         for source in ("pretrained", str(folder / f"{kind}-dcp")):
             section = ModelConfig(path=str(path), weights=source, chat_template="chatml")
             model = _sharded(section, shard)
-            with mock.patch.object(weights, "_BLOCK", 500), mock.patch.object(reader, "BLOCK_BYTES", 1000):
+            with mock.patch.object(shards, "_BLOCK", 500), mock.patch.object(reader, "BLOCK_BYTES", 1000):
                 fill_weights(section, model, seed=0)
             tensors = {name: whole(one.detach()).clone().numpy() for name, one in model.named_parameters()}
             found[f"{kind} {Path(source).name}"] = tensors

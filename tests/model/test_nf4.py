@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.model.experts import expert_weights, find_experts
 from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
 from fsdp2kit.planner.allocations import Allocations, by_category
+from fsdp2kit.weights.experts import expert_weights, find_experts
 from tests.reference import needs_torchao, nf4_rounded, tiny_model
 
 

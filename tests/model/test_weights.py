@@ -20,12 +20,15 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
-from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
-from fsdp2kit.model.stored import INDEX_NAME
-from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
+from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.entries import grouped_entries
+from fsdp2kit.weights.initialize import initialize
+from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.stored import INDEX_NAME
 from tests.reference import TINY, full, slow, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -131,11 +134,11 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
 def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_config(kind))
     model.save_pretrained(tmp_path)
-    tensors = {name: t for name, t in model.state_dict().items() if name not in tied_names(model)}
-    groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
+    tensors = {name: t for name, t in model.state_dict().items() if name not in weights_of(model).ties}
+    groups = grouped_entries(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
     for group in groups:
-        stored |= to_file_names(model, {name: tensors[name] for name in group.names})
+        stored |= to_file_names(model, {name: tensors[name] for name in group.tensors})
     _assert_equal(stored, load_file(tmp_path / "model.safetensors"))
 
     sources, unexpected = find_sources(model, stored)

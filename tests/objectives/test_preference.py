@@ -22,7 +22,6 @@ from fsdp2kit.config.schema import CompileConfig, EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Document, build_documents
 from fsdp2kit.job import distributed
-from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.objectives.preference import Preference
 from fsdp2kit.objectives.reference import ReferenceModel, build_reference
 from fsdp2kit.parity.engine import Sharded, whole
@@ -30,6 +29,7 @@ from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plai
 from fsdp2kit.torch_compat import parameter_groups
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
+from fsdp2kit.weights.load import load_pretrained
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
 from tests.parallel.jobs import Case, counted_compilations

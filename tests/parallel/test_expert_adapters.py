@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
@@ -133,7 +133,7 @@ def test_a_run_resumes_on_other_meshes_and_is_exported(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft: Any = PeftModel.from_pretrained(load_plain(toml.parent), str(straight / "hf")).eval()
-    dcp_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    merge_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", dtype="float32")
     ids = torch.arange(48)[None] * 7 % 1024
     with torch.no_grad():
         merged, adapted, plain = (

@@ -18,12 +18,12 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import document_borders, slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.reference import Rows
+from fsdp2kit.weights.load import load_pretrained
 from tests.workers import WorkerPool
 
 POSITIONS = torch.stack(

@@ -18,10 +18,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.flops import count_model_flops
 from fsdp2kit.model.inspect import inspect_model
-from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.low_bits import Float8Plan, apply_float8, plan_float8
 from fsdp2kit.parity import reference
 from fsdp2kit.parity.reference import Curves, errors
+from fsdp2kit.weights.load import load_pretrained
 from tests.parallel import float8_jobs as jobs
 from tests.parallel.jobs import Case
 from tests.reference import full, make_batches, plain_batches

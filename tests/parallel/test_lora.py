@@ -20,13 +20,14 @@ from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.names import base_name, base_tensors
 from fsdp2kit.model.nf4 import dequantize, level_pairs
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
+from fsdp2kit.weights.adapters import base_name
+from fsdp2kit.weights.modules import base_tensors
 from tests.parallel.jobs import Case
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.model.experts import expert_count
 from fsdp2kit.parity.reference import errors
 from fsdp2kit.parity.variants import METHODS
+from fsdp2kit.weights.experts import expert_count
 from tests.parallel.alone import documents_alone
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_isolation import leaks

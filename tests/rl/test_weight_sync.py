@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.weight_sync import _plan
+from fsdp2kit.weights.record import weights_of
 from tests.parallel.jobs import Case
 from tests.reference import _SIZES, full, slow, tiny_model_dir, write_adapter
 from tests.rl.jobs import bits, broken, change, cost, send_and_wait, synced
@@ -142,7 +143,7 @@ def test_a_sync_holds_two_buckets_and_sends_the_engines_dtype(
 def test_a_tensor_that_the_class_alone_lacks_has_the_engines_dtype(models: Path) -> None:
     """As in an export: a buffer that was registered later, for one."""
     model: Any = load_plain(models / "llama3")
-    vars(model)["_fsdp2kit_dtypes"] = {torch.bfloat16: {}}  # what `tensor_dtypes` remembers
+    weights_of(model).asked_dtypes[torch.bfloat16] = {}
     sent = [weight.dtype for group in _plan(model, torch.bfloat16) for weight in group.weights]
     assert set(sent) == {torch.bfloat16}
 

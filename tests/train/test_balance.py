@@ -25,7 +25,6 @@ from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.inspect import build_twin
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.expert_parallel.routing import RoutingHooks, balance_losses
@@ -46,6 +45,7 @@ from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.micro_batch import items_of_rows
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
+from fsdp2kit.weights.modules import cast_model
 from tests.parallel.jobs import Case
 from tests.reference import (
     DEMO,

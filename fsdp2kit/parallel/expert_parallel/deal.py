@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import local_part
-from fsdp2kit.model.experts import expert_parameters, find_experts, unlike_experts
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
+from fsdp2kit.weights.experts import expert_parameters, find_experts, unlike_experts
 
 _serial = itertools.count()
 
@@ -105,18 +106,20 @@ def deal_out(model: PreTrainedModel, plan: ExpertPlan, *, mesh: DeviceMesh) -> N
 
 def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
     """Let the experts of ``model`` compute by `routed_experts`."""
-    # transformers' table of expert functions is global to the process: a name of its own for each model.
-    name = f"fsdp2kit_{next(_serial)}"
+    name = f"fsdp2kit_{next(_serial)}"  # the operator's table of kinds is global to the process
     for path in plan.modules:
         module: Any = model.get_submodule(path)
         gate = module._apply_gate if module.has_gate else module.act_fn
         kind = ExpertKind(f"{name}.{path}", gate, module.is_transposed, module.has_bias)
-        vars(module)["_fsdp2kit_kind"] = kind
         register_kind(kind)
+        module.forward = MethodType(_forward_of(kind, group), module)
 
-    def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        own = [local_part(module.get_parameter(key)) for key in expert_parameters(module)]
-        return routed_experts(hidden, index, weights, own, module.num_experts, module._fsdp2kit_kind.name, group)[0]
 
-    ALL_EXPERTS_FUNCTIONS.register(name, compute)
-    model.set_experts_implementation(name)
+def _forward_of(kind: ExpertKind, group: str) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor]:
+    """The forward of experts that are dealt out; the module holds it, and it holds their kind."""
+
+    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        own = [local_part(self.get_parameter(key)) for key in expert_parameters(self)]
+        return routed_experts(hidden, index, weights, own, self.num_experts, kind.name, group)[0]
+
+    return forward

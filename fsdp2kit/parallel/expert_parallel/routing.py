@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.optimization import MoEConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.inspect import Traits
+from fsdp2kit.weights.experts import find_experts
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's name, which all such models use
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.job.distributed import agreement, gather_objects, rank
 from fsdp2kit.model.assets import generation_config
-from fsdp2kit.model.build import build_model, materialize, source_of
-from fsdp2kit.model.dtypes import cast_model
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.rl.engines.engine import RolloutEngine
@@ -22,6 +21,8 @@ from fsdp2kit.rl.engines.server_engine import ServerEngine
 from fsdp2kit.rl.engines.sglang_server import SGLangServer
 from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.rl.engines.vllm_server import VLLMServer
+from fsdp2kit.weights.modules import cast_model
+from fsdp2kit.weights.record import source_of
 
 _SERVERS: dict[str, type[RolloutServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 

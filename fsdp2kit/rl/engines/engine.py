@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fsdp2kit.checkpoint.safetensors_file import write_safetensors
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.weights.safetensors_file import write_safetensors
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Whole tensors in one flat tensor. Its memory is used again once they are loaded, so copy what you keep."""
+    """Tensors in one flat tensor. Its memory is used again once they are loaded, so copy what you keep."""
 
     entries: tuple[Entry, ...]
     data: Tensor

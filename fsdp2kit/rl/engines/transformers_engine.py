@@ -20,10 +20,11 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Request, Response, RolloutEngine
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
+from fsdp2kit.weights.conversion import TensorSource, find_sources
+from fsdp2kit.weights.record import weights_of
 
 
 class TransformersEngine(RolloutEngine):
@@ -53,8 +54,8 @@ class TransformersEngine(RolloutEngine):
         self._batch_size = section.batch_size
         self._stops = tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
-        self._missing = set(model.state_dict()) - set(tied_names(model))
-        self._sources: dict[tuple[str, ...], list[Source]] = {}
+        self._missing = set(model.state_dict()) - set(weights_of(model).ties)
+        self._sources: dict[tuple[str, ...], list[TensorSource]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
         self._device = embedding.weight.device
         self.dtype = embedding.weight.dtype

@@ -1,25 +1,27 @@
-"""The safetensors of a Hugging Face directory, read in parts; and those that a text part's export carries over."""
+"""The safetensors of a Hugging Face directory: found, read in parts, and digested."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import is_plain_name, read_json_object
-from fsdp2kit.model.names import find_others, find_sources
 
 INDEX_NAME = "model.safetensors.index.json"
+_EDGE = 64 * 1024
+_SAMPLE = 4096
+_SAMPLES = 4
 
 
 @contextlib.contextmanager
@@ -44,7 +46,8 @@ def safetensors_files(directory: Path) -> list[Path]:
     Raises:
         UserError: there are none, or the index cannot be read.
     """
-    index, single = directory / INDEX_NAME, directory / "model.safetensors"
+    index = directory / INDEX_NAME
+    single = directory / "model.safetensors"
     if single.is_file():
         return [single]
     if index.is_file():
@@ -88,48 +91,56 @@ def check_indexes(directory: str | Path) -> None:
 def usual_dtype(directory: Path) -> str:
     """The dtype of most floating-point tensors in a model's files, by name; float32 if there are none."""
     with open_safetensors(safetensors_files(directory)) as slices:
-        dtypes = Counter(_meta(piece).dtype for piece in slices.values())
+        dtypes = Counter(meta_of(piece).dtype for piece in slices.values())
     floating = {dtype: count for dtype, count in dtypes.items() if dtype.is_floating_point}
     return str(max(floating, key=lambda dtype: floating[dtype], default=torch.float32)).removeprefix("torch.")
 
 
-@dataclass(frozen=True, eq=False)
-class Carried:
-    """What the files of a whole hold beside its text part (`fsdp2kit.model.names.Whole`), and how they name that."""
-
-    directory: Path
-    others: dict[str, Tensor]
-    """Meta tensors like those of the other parts, and like those that transformers itself does not read, by name."""
-    text: dict[str, Tensor]
-    """The same of the tensors that the text part is made of."""
-    names: dict[str, str]
-    """The stored name of each of the text part's tensors that is at most renamed, by its name in the model."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The usual dtype of the text part's tensors."""
-        return Counter(one.dtype for one in self.text.values()).most_common(1)[0][0]
-
-
-def read_carried(model: PreTrainedModel, directory: str | Path) -> Carried:
-    """What the files of a text part's whole hold beside it; headers alone are read.
-
-    Args:
-        model: the text part, on any device.
-        directory: the whole's.
-    """
-    directory = Path(directory)
-    with open_safetensors(safetensors_files(directory)) as slices:
-        metas = {name: _meta(piece) for name, piece in slices.items()}
-    sources, _ = find_sources(model, metas)
-    return Carried(
-        directory,
-        {name: metas[name] for name in find_others(model, metas)},
-        {stored: metas[stored] for source in sources for stored, _ in source.stored},
-        {source.name: source.stored[0][0] for source in sources if source.converter is None},
-    )
-
-
-def _meta(piece: Any) -> Tensor:
+def meta_of(piece: Any) -> Tensor:
+    """A meta tensor like what a slice object reads."""
     dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
     return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+
+
+def some(names: list[str]) -> str:
+    """ "a is", or "a, b, c and 2 more are"."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def weights_digest(place: str | Path) -> str:
+    """Two digests of a safetensors file, or of a directory's: of sizes, headers and last bytes, and of samples of each
+    tensor.
+
+    They do not depend on the directory's path. Reading the files whole would take minutes.
+    """
+    edges = hashlib.sha256()
+    samples = hashlib.sha256()
+    place = Path(place)
+    for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
+        if not path.is_file():
+            raise UserError(str(path), "is no file, or a link to one that is not there", "fetch the model again")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            edges.update(f"{path.name} {size}".encode())
+            edges.update(file.read(_EDGE))
+            file.seek(max(0, size - _EDGE))
+            edges.update(file.read(_EDGE))
+            for start, end in _tensor_bytes(file):
+                last = max(start, end - _SAMPLE)
+                for number in range(_SAMPLES):
+                    file.seek(start + (last - start) * number // (_SAMPLES - 1))
+                    samples.update(file.read(min(_SAMPLE, end - start)))
+    return f"{edges.hexdigest()[:16]} {samples.hexdigest()[:16]}"
+
+
+def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends; empty for a damaged file, which loading reports."""
+    file.seek(0)
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        places = sorted(value["data_offsets"] for name, value in header.items() if name != "__metadata__")
+        return [(8 + length + start, 8 + length + end) for start, end in places]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+        return []

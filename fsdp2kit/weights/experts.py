@@ -9,7 +9,8 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
+UP = ("gate_up_proj", "up_proj")
+DOWN = "down_proj"
 """Names of the weights, ``[E, out, in]`` or transposed: the first is fused with a gate, or has none."""
 
 # transformers has no single name for these; the first that a config has is taken.
@@ -40,7 +41,8 @@ def expert_parameters(experts: Any) -> list[str]:
 
 def unlike_experts(experts: Any) -> list[str]:
     """What makes them more, or less, than two weights and their biases: names of parameters, or a norm."""
-    known, found = set(expert_parameters(experts)), {name for name, _ in experts.named_parameters()}
+    known = set(expert_parameters(experts))
+    found = {name for name, _ in experts.named_parameters()}
     norm = ["a norm"] if getattr(experts, "has_post_expert_norm", False) else []
     return sorted(found ^ known) or norm
 
