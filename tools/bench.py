@@ -119,7 +119,8 @@ def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> N
     helps = dict(re.findall(r"^ +(\w+): (.+)$", inspect.getdoc(bench) or "", re.MULTILINE))
     kinds = get_type_hints(bench)
     for name, parameter in list(inspect.signature(bench).parameters.items())[1:]:
-        kind, default = kinds[name], parameter.default
+        kind = kinds[name]
+        default = parameter.default
         is_required = default is parameter.empty
         named: dict[str, Any] = {"help": helps[name], "default": None if is_required else default}
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -171,7 +172,8 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
     lines += ["", *result.get("notes", []), *checks]
     if source := result.get("provenance"):
-        git, ranks = source["git"], f"{source['world_size']} ranks; load average {source['load_average']}"
+        git = source["git"]
+        ranks = f"{source['world_size']} ranks; load average {source['load_average']}"
         versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
         commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
         lines += ["", f"command: {source['command']}", f"device: {', '.join(source['devices'])}; {ranks}"]
@@ -220,8 +222,10 @@ def _cell(key: str, value: Any) -> str:
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draw the result's ``bars`` into a PNG: a panel each by its title, columns of its rows side by side."""
-    rows, panels = result["rows"], result.get("bars", {"seconds": ["seconds"]})
-    names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
+    rows = result["rows"]
+    panels = result.get("bars", {"seconds": ["seconds"]})
+    names = [next(iter(row.values())) for row in rows]
+    positions = np.arange(len(rows))
     figure = new_figure("--figure", figsize=(4.5 * len(panels), 4.2), layout="tight")
     every = figure.subplots(1, len(panels), squeeze=False)
     for axes, (title, panel) in zip(every[0], panels.items(), strict=True):
