@@ -55,7 +55,6 @@ RANKS = {
     "migrate": 6,
     "check": 7,
     "models_table": 7,
-    "bench": 7,
     "starter": 7,
     "recipes": 8,
     "tools": 8,
@@ -80,7 +79,7 @@ TOP_FILES = {
     "diagnosis",
     "failures",
 }
-MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 
 @cache

@@ -1,19 +1,15 @@
-"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving, kernels.
+"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving. For a checkout: a wheel has no benchmarks.
 
-torchrun --nproc-per-node 2 -m fsdp2kit bench [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
-torchrun --nproc-per-node 2 -m fsdp2kit bench fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
-torchrun --nproc-per-node 2 -m fsdp2kit bench load --params 0.5 --files 1 --dtype bfloat16
-torchrun --nproc-per-node 2 -m fsdp2kit bench save --params 0.5
-fsdp2kit bench convert [--params 0.5 1.5]
-fsdp2kit bench vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
-fsdp2kit bench ring [--device cpu --dry-run]
-[torchrun --nproc-per-node 4] -m fsdp2kit bench experts [--experts 32] [--rounds 20]
-torchrun --nproc-per-node 2 -m fsdp2kit bench sync [--params 0.5] [--bucket-mib 16]
-fsdp2kit bench ahead toml/grpo_demo.toml [section.key=value …] [--ahead 2]
-fsdp2kit bench rollouts [--lengths tail] [--continuous]
-fsdp2kit bench gpu [--device cpu --dry-run]
-fsdp2kit bench scale [--ranks 8 64 1024] [--shards 64]
-fsdp2kit bench report FOLDER
+torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
+torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
+torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
+torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
+python tools/bench.py convert [--params 0.5 1.5]
+python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
+[torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
+torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
+python tools/bench.py gpu [--device cpu --dry-run]
+python tools/bench.py report FOLDER
 
 bench.py COMMAND --help lists the options of one.
 """
@@ -40,18 +36,18 @@ from fsdp2kit.console import begin_output, show
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
-COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {
-    "vocabulary": "kernels",
-    "ring": "kernels",
+COMMANDS = {
+    "peers": "peers",
+    "fsdp1": "peers",
+    "load": "storage",
+    "save": "storage",
+    "convert": "storage",
+    "vocabulary": "vocabulary",
     "gpu": "gpu",
-    "scale": "scale",
     "experts": "experts",
     "sync": "sync",
-    "ahead": "ahead",
-    "rollouts": "rollouts",
 }
-"""By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
+"""By command: the module of `tools.benchmarks` that has ``bench_COMMAND``, whose parameters are the options."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    from fsdp2kit.bench.harness import measure
+    from tools.benchmarks.harness import measure
 
-    bench = getattr(importlib.import_module(f"fsdp2kit.bench.{COMMANDS[name]}"), f"bench_{name}")
+    bench = getattr(importlib.import_module(f"tools.benchmarks.{COMMANDS[name]}"), f"bench_{name}")
     parser = Parser(prog=f"bench {name}", description=(bench.__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", type=user_path, metavar="FILE", help="also write that object to a file")

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit import distributed, run
-from fsdp2kit.bench.harness import missing_packages
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import demo_model_dir
+from tools.benchmarks.harness import missing_packages
 
 pytestmark = pytest.mark.gpu
 
