@@ -31,6 +31,7 @@ _OTHER_WORDS = {
     "merge": "convert --merge",
     "chat": "generate",
     "inference": "generate",
+    "bench": "python tools/bench.py, in a checkout of fsdp2kit",
 }
 """What other tools call what a command does."""
 _TASKS = {
@@ -107,7 +108,8 @@ def _shown(name: str) -> str:
 def _tools() -> dict[str, Path]:
     """Each tool's file by its name; imports none of them."""
     folder = Path(tools.__path__[0])
-    return {module.name: folder / f"{module.name}.py" for module in pkgutil.iter_modules(tools.__path__)}
+    found = pkgutil.iter_modules(tools.__path__)
+    return {module.name: folder / f"{module.name}.py" for module in found if not module.ispkg}
 
 
 def _first_line(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The baseline for comparisons with FSDP1: any Hugging Face causal language model, by default on synthetic tokens.
 
-Like the pretraining recipe, but the export has the model's tokenizer also with synthetic tokens. ``fsdp2kit
-bench fsdp1`` trains its TOML beside FSDP1, on the same batches.
+Like the pretraining recipe, but the export has the model's tokenizer also with synthetic tokens. In a checkout
+``tools/bench.py fsdp1`` trains its TOML beside FSDP1, on the same batches.
 
 Copy this file, change the line that builds what you want different, and name the copy in your TOML's ``recipe``.
 """

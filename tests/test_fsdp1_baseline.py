@@ -15,8 +15,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit import run
-from fsdp2kit.bench.fsdp1 import check_fsdp1, sharding_strategy
-from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
@@ -24,6 +22,8 @@ from tests.reference import full, tiny_model, tiny_model_dir
 from tests.test_bench import last_result
 from tests.workers import WorkerPool
 from tools.bench import result_lines
+from tools.benchmarks.fsdp1 import check_fsdp1, sharding_strategy
+from tools.benchmarks.peers import bench_fsdp1
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"

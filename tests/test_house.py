@@ -39,14 +39,13 @@ RANKS = {
     "overlap": 8,
     "report": 8,
     "migrate": 8,
-    "bench": 9,
     "starter": 9,
     "recipes": 10,
     "tools": 10,
     "__main__": 11,
 }
 LOWEST = {"errors", "files", "console", "torch_compat"}
-MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 
 @cache

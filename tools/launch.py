@@ -86,7 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     _check_out(options.out, options.overwrite)
     if not _checked(options):
         return 2
-    text, command = fill(options), _SUBMIT[options.kind][1]
+    text = fill(options)
+    command = _SUBMIT[options.kind][1]
     if options.out is None:
         show(text, end="", is_data=True)
         return 0

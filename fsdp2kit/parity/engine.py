@@ -94,7 +94,9 @@ class Sharded:
 
     def start(self, total_steps: int, *, metrics: Path | None = None) -> None:
         """Build the optimizer, the schedule and the metrics; these also go to a file if ``metrics`` is given."""
-        config, mesh, on_host = self.config, self.mesh, self.config.fsdp.offload == "optimizer"
+        config = self.config
+        mesh = self.mesh
+        on_host = config.fsdp.offload == "optimizer"
         self.records: list[dict[str, Any]] = []
         """A record of every step that `train` has made."""
         self._optimizer = build_optimizer(config.optimizer, self.model, state_on_host=on_host)
@@ -110,7 +112,8 @@ class Sharded:
     def curves(self, batches: Sequence[Rows]) -> Curves:
         """The first batch's gradients before clipping, and the curves of the whole run. Rank 0 keeps the gradients."""
         self.start(len(batches))
-        micro_batch_size, mesh = self.config.train.micro_batch_size, self.mesh
+        micro_batch_size = self.config.train.micro_batch_size
+        mesh = self.mesh
         dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
         first = next_batch(dealt, 0, mesh=mesh)
         fsdp = self.config.fsdp

@@ -67,8 +67,10 @@ class Allocations(TorchDispatchMode):
 
     def start(self) -> None:
         """Forget the peak."""
-        self._highest, self._peak = self._total, 0
-        self._at_start, self._changes = self.snapshot(), []
+        self._highest = self._total
+        self._peak = 0
+        self._at_start = self.snapshot()
+        self._changes = []
 
     def peak(self) -> Snapshot:
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
@@ -98,7 +100,8 @@ class Allocations(TorchDispatchMode):
         allocation.bytes = size
         self._changes.append((allocation, size))
         if self._total > self._highest:
-            self._highest, self._peak = self._total, len(self._changes)
+            self._highest = self._total
+            self._peak = len(self._changes)
 
 
 def by_category(snapshot: Snapshot) -> Counter[str]:
