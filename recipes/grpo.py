@@ -23,7 +23,7 @@ from fsdp2kit.rl.generation import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts, check_rewards
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rollouts import Rollouts
-from fsdp2kit.train.loop import Run, train
+from fsdp2kit.train.loop import Run, train_loop
 from fsdp2kit.train.metrics import build_metrics
 
 
@@ -70,4 +70,4 @@ def main(config: Config) -> None:
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=steps, memory=memory)
         evaluate = rollouts if prompts.held_out else None
-        train(run, model, optimizer, schedule, rollouts, objective=objective, evaluate=evaluate)
+        train_loop(run, model, optimizer, schedule, rollouts, objective=objective, evaluate=evaluate)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit import run
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.run import load
+from fsdp2kit.run import main as run_main
 from tests.conftest import LONGEST, TESTS
 from tools.schema import is_current, schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fsdp2kit"
-FACE = PACKAGE / "__init__.py"  # names everything, and imports it when it is used: tests/test_face.py
 
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
@@ -85,8 +85,6 @@ def imported_rooms(path: Path) -> set[str]:
 def test_imports_run_one_way() -> None:
     wrong = []
     for path in MODULES:
-        if path == FACE:
-            continue
         room = room_of(path)
         for other in imported_rooms(path):
             if room is None:  # of what runs a recipe, `planner.check` is imported only when it is asked for
@@ -152,7 +150,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
         local = int(processes.group(1)) if processes else 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
-        code, said = run.main([str(path), "--check"]), capsys.readouterr()
+        code, said = run_main([str(path), "--check"]), capsys.readouterr()
         if code or not said.out.startswith("ok: "):
             refused.append(f"{path.name}: {said.err}")
     assert not refused, "\n".join(refused)
@@ -161,7 +159,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_every_toml_can_be_tried_for_a_few_steps() -> None:
     small = ("demo_cp2", "demo_moe", "grpo_demo", "smollm2_135m_cp2", "lora_smollm2", "distill_smollm2")
     for path in TOMLS:
-        _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=16"])
+        _, config = load(str(path), ["train.steps=2", "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=16"])
         check_config(config, world_size=1, local_world_size=1)
         assert config.data.path is None or path.stem in small, f"{path.name}: no real run on toy data"
 

@@ -42,10 +42,12 @@ def page() -> str:
     module = griffe.load("fsdp2kit", search_paths=[Path(fsdp2kit.__file__).parents[1]], allow_inspection=False)
     functions = []
     sections = []
-    for name, home in fsdp2kit._HOMES.items():
-        found = module[f"{home}.{fsdp2kit._NAMES_AT_HOME.get(name, name)}"]
+    for name, path in module.imports.items():  # in the order of `__init__.pyi`
+        if name not in fsdp2kit.__all__:
+            continue
+        found = module[path.removeprefix("fsdp2kit.")]
         found = found.final_target if found.is_alias else found
-        if home.startswith("config."):
+        if path.startswith("fsdp2kit.config."):
             sections.append(name)
         else:
             functions.append("\n".join(_entry(name, found)))

@@ -94,7 +94,7 @@ class Run:
     plan: ParallelPlan
     metrics: Metrics
     progress: Progress = field(default_factory=Progress)
-    """Where the run stands, at first where it starts; `train` moves it on."""
+    """Where the run stands, at first where it starts; `train_loop` moves it on."""
     checkpoints: Checkpoints | NoCheckpoints | None = None
     """None: nothing is saved, and signals do not wait for the end of a step."""
     total_steps: int | None = None
@@ -103,7 +103,7 @@ class Run:
     """What was planned, to be shown beside what was measured."""
 
 
-def train(
+def train_loop(
     run: Run,
     model: Any,
     optimizer: Optimizer,
@@ -199,7 +199,7 @@ def train_step(
 
 
 class _Loop:
-    """What one call of `train` does around its steps: it logs, evaluates and saves when that is due."""
+    """What one call of `train_loop` does around its steps: it logs, evaluates and saves when that is due."""
 
     def __init__(self, run: Run, batches: Batches, evaluate: Evaluates | None) -> None:
         total = run.config.train.steps if run.total_steps is None else run.total_steps
