@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
 from fsdp2kit.run import main as run_main
 from tests.conftest import LONGEST, TESTS
+from tests.imports import imports_of
 from tools.schema import is_current, schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,11 +47,6 @@ LOWEST = {"errors", "files", "console", "torch_compat"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -67,18 +61,12 @@ def room_of(path: Path) -> str | None:
 def imported_rooms(path: Path) -> set[str]:
     """Rooms that a module imports from, wherever in the file."""
     rooms = set()
-    for node in ast.walk(tree_of(path)):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "fsdp2kit" and len(parts) > 1 and parts[1] in RANKS:
-                rooms.add(parts[1])
-            elif parts[0] in ("recipes", "tools"):
-                rooms.add(parts[0])
+    for one in imports_of(path):
+        parts = one.path.split(".")
+        if parts[0] == "fsdp2kit" and len(parts) > 1 and parts[1] in RANKS:
+            rooms.add(parts[1])
+        elif parts[0] in ("recipes", "tools"):
+            rooms.add(parts[0])
     return rooms
 
 
@@ -101,11 +89,10 @@ def test_imports_run_one_way() -> None:
 def test_private_torch_modules_are_named_in_one_file() -> None:
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(tree_of(path)) if path.name != "torch_compat.py" else ():
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-                names = [*node.module.split("."), *(alias.name for alias in node.names)]
-                if any(name.startswith("_") for name in names):
-                    wrong.append(f"{name_of(path)}:{node.lineno}")
+        for one in imports_of(path) if path.name != "torch_compat.py" else ():
+            is_private = any(part.startswith("_") for part in one.path.split("."))
+            if one.name is not None and one.module.startswith("torch") and is_private:
+                wrong.append(f"{name_of(path)}:{one.line}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -123,12 +110,9 @@ def test_no_file_imports_itself_through_others() -> None:
     """Files, not rooms: what a module imports at its top, followed until nothing new comes."""
     found: dict[str, set[str]] = {}
     for path in MODULES:
-        tree = tree_of(path)
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
-        found[name] = {node.module or "" for node in froms} | {
-            f"{node.module}.{alias.name}" for node in froms for alias in node.names
-        }
+        first = [one for one in imports_of(path) if one.is_first and one.name is not None]
+        found[name] = {one.module for one in first} | {one.path for one in first}
     found = {name: others & found.keys() for name, others in found.items()}
     for name, others in found.items():
         seen: set[str] = set()

@@ -22,7 +22,8 @@ from fsdp2kit.model.code_files import code_files
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = parse_conversion(arguments, prog="dcp_to_hf", to_hf=True)
-    checkpoint, out = to_path(options.source), to_path(options.out)
+    checkpoint = to_path(options.source)
+    out = to_path(options.out)
     if options.verify and (options.merge or (checkpoint / "hf" / CONFIG_NAME).is_file()):
         what = "compares a whole model's checkpoint with its export, and this one holds an adapter"
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")

@@ -21,7 +21,8 @@ from fsdp2kit.migrate.state_dicts import torch_to_dcp
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = parse_conversion(arguments, prog="hf_to_dcp", to_hf=False)
-    source, out = user_path(options.source), user_path(options.out)
+    source = user_path(options.source)
+    out = user_path(options.out)
     is_state_dict = source.is_file() or (source / ".metadata").is_file()
     if not is_state_dict and not (source / "config.json").is_file():
         what = "holds neither config.json nor .metadata" if source.exists() else "does not exist"

@@ -89,7 +89,7 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
         if (code.co_code, code.co_names) != (other.co_code, other.co_names):
             return None
     queries, keys, values = (parts[f"self_attn.{name}_proj"].out_features for name in "qkv")
-    width = getattr(parts["self_attn"], "head_dim", None)
+    width = vars(parts["self_attn"]).get("head_dim")
     if not width or values != keys:
         return None
     gate = parts["mlp.gate_proj"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.job.distributed import local_part
-from fsdp2kit.torch_compat import FakeTensorMode, TorchDispatchMode, tree_leaves
+from fsdp2kit.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -27,6 +27,11 @@ class Allocation:
 
 Snapshot = list[tuple[Allocation, int]]
 """What was allocated at one moment, with its bytes then."""
+
+
+def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """The mode that a fake tensor belongs to; None for a real one."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 class Allocations(TorchDispatchMode):
@@ -51,7 +56,7 @@ class Allocations(TorchDispatchMode):
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
+            if isinstance(leaf, Tensor) and _mode_of(leaf) is self._fake:
                 self._see(leaf)
         return result
 
