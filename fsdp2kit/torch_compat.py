@@ -208,13 +208,6 @@ def nccl_error() -> str | None:
     return None
 
 
-def start_fake_group(world_size: int) -> None:
-    """Make this process rank 0 of a group whose collectives do nothing; public torch has none."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-
-
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group with that ``group_name``."""
     return _resolve_process_group(cast(Any, name))  # some versions give names a type of their own
