@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 RUN_DIR := runs/demo_cp2
 
-GPU_PIECES := gpu-first gpu-tests gpu-ranks gpu-kernels gpu-3b gpu-8b gpu-loss gpu-lora gpu-1b gpu-profile gpu-load
+GPU_PIECES := gpu-first gpu-tests gpu-ranks gpu-3b gpu-8b gpu-loss gpu-lora gpu-1b gpu-profile gpu-load
 .PHONY: demo test test-all test-oldest lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
@@ -43,7 +43,7 @@ schema: $(VENV)/installed
 	$(BIN)/python tools/api.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
-# worth, each can be started alone and ends within its limit, 34 minutes in all; results go to the folder GPU_OUT, where
+# worth, each can be started alone and ends within its limit, 32 minutes in all; results go to the folder GPU_OUT, where
 # that is set (docs/cuda.md). GPU_DEVICE=cpu tries them without a device, on tiny shapes.
 GPU_ENV = env PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 $(if $(GPU_TRY),TRY_ON_CPU=1)
 GPU_TRY = $(filter cpu,$(GPU_DEVICE))
@@ -72,9 +72,6 @@ gpu-tests: gpu-out
 # Each test starts processes of its own, which mostly wait.
 gpu-ranks: gpu-out
 	$(GPU_LIMIT) 300 $(GPU_PYTEST) -n 4 --dist load $(GPU_RANKS)
-
-gpu-kernels: gpu-out
-	$(GPU_LIMIT) 150 $(GPU_BENCH) ring --max-minutes 1.5 $(GPU_DRY) $(GPU_FILE)
 
 gpu-3b gpu-8b: gpu-out
 	$(GPU_LIMIT) 240 $(GPU_BENCH) gpu --groups $(@:gpu-%=%) --max-minutes 3 $(GPU_DRY) $(GPU_FILE)

@@ -74,191 +74,21 @@ does without `train_loop`, too; README has one::
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` imports these when they are used
-    from fsdp2kit.checkpoint.export_model import export_model as export_model
-    from fsdp2kit.checkpoint.run import build_checkpoints as build_checkpoints
-    from fsdp2kit.config.optimization import AdamWConfig as AdamWConfig
-    from fsdp2kit.config.optimization import CosineScheduleConfig as CosineScheduleConfig
-    from fsdp2kit.config.optimization import LoraConfig as LoraConfig
-    from fsdp2kit.config.parallel_schema import ActivationCheckpointingConfig as ActivationCheckpointingConfig
-    from fsdp2kit.config.parallel_schema import CompileConfig as CompileConfig
-    from fsdp2kit.config.parallel_schema import ContextParallelConfig as ContextParallelConfig
-    from fsdp2kit.config.parallel_schema import Float8Config as Float8Config
-    from fsdp2kit.config.parallel_schema import FSDPConfig as FSDPConfig
-    from fsdp2kit.config.parallel_schema import MeshConfig as MeshConfig
-    from fsdp2kit.config.schema import ChatDataConfig as ChatDataConfig
-    from fsdp2kit.config.schema import CheckpointConfig as CheckpointConfig
-    from fsdp2kit.config.schema import EvalConfig as EvalConfig
-    from fsdp2kit.config.schema import ModelConfig as ModelConfig
-    from fsdp2kit.config.schema import PreferenceDataConfig as PreferenceDataConfig
-    from fsdp2kit.config.schema import ProfileConfig as ProfileConfig
-    from fsdp2kit.config.schema import RunConfig as RunConfig
-    from fsdp2kit.config.schema import Section as Section
-    from fsdp2kit.config.schema import TextDataConfig as TextDataConfig
-    from fsdp2kit.config.schema import TrainConfig as TrainConfig
-    from fsdp2kit.config.schema import TrainingConfig as TrainingConfig
-    from fsdp2kit.config.schema import WandbConfig as WandbConfig
-    from fsdp2kit.console import say as say
-    from fsdp2kit.data.build import build_data as build_data
-    from fsdp2kit.errors import UserError as UserError
-    from fsdp2kit.job.distributed import start as start
-    from fsdp2kit.job.mesh import build_mesh as build_mesh
-    from fsdp2kit.job.start import start_job as start_job
-    from fsdp2kit.model.build import build_model as build_model
-    from fsdp2kit.model.tokenizer import build_tokenizer as build_tokenizer
-    from fsdp2kit.optim.build import build_lr_schedule as build_lr_schedule
-    from fsdp2kit.optim.build import build_optimizer as build_optimizer
-    from fsdp2kit.parallel.context_parallel.batch import build_slice_batch as build_slice_batch
-    from fsdp2kit.parallel.parallelize import parallelize_model as parallelize_model
-    from fsdp2kit.parallel.plan import plan_parallel as plan_parallel
-    from fsdp2kit.planner.estimate import plan_memory as plan_memory
-    from fsdp2kit.run import Finished as Finished
-    from fsdp2kit.run import load_config as load_config
-    from fsdp2kit.run import run as run
-    from fsdp2kit.train.evaluation import build_evaluation as build_evaluation
-    from fsdp2kit.train.loop import train as train_loop
-    from fsdp2kit.train.mean_loss import build_mean_loss as build_mean_loss
-    from fsdp2kit.train.metrics import build_metrics as build_metrics
-    from fsdp2kit.train.run import Run as Run
-    from fsdp2kit.train.step import clip_gradients as clip_gradients
-    from fsdp2kit.train.step import cross_entropy as cross_entropy
-    from fsdp2kit.weights.initialize import initialize as initialize
-    from fsdp2kit.weights.load import load_pretrained as load_pretrained
+import lazy_loader
 
 __version__ = "0.1.0"
 
 PARENT = os.getppid()
 """The parent process at start-up. Read here, because it may end during the seconds in which torch is imported."""
 
-# The names of `fsdp2kit`, each with the module that has it, in the order of the table above and of docs/api.md.
-_HOMES = {
-    "load_config": "run",
-    "run": "run",
-    "Finished": "run",
-    "UserError": "errors",
-    "start_job": "job.start",
-    "start": "job.distributed",
-    "build_mesh": "job.mesh",
-    "build_tokenizer": "model.tokenizer",
-    "build_model": "model.build",
-    "plan_parallel": "parallel.plan",
-    "plan_memory": "planner.estimate",
-    "build_data": "data.build",
-    "parallelize_model": "parallel.parallelize",
-    "initialize": "weights.initialize",
-    "load_pretrained": "weights.load",
-    "build_optimizer": "optim.build",
-    "build_lr_schedule": "optim.build",
-    "build_checkpoints": "checkpoint.run",
-    "build_evaluation": "train.evaluation",
-    "build_metrics": "train.metrics",
-    "Run": "train.run",
-    "train_loop": "train.loop",
-    "cross_entropy": "train.step",
-    "build_mean_loss": "train.mean_loss",
-    "clip_gradients": "train.step",
-    "build_slice_batch": "parallel.context_parallel.batch",
-    "export_model": "checkpoint.export_model",
-    "say": "console",
-    "Section": "config.schema",
-    "TrainingConfig": "config.schema",
-    "RunConfig": "config.schema",
-    "ModelConfig": "config.schema",
-    "LoraConfig": "config.optimization",
-    "MeshConfig": "config.parallel_schema",
-    "FSDPConfig": "config.parallel_schema",
-    "ContextParallelConfig": "config.parallel_schema",
-    "ActivationCheckpointingConfig": "config.parallel_schema",
-    "CompileConfig": "config.parallel_schema",
-    "Float8Config": "config.parallel_schema",
-    "ChatDataConfig": "config.schema",
-    "TextDataConfig": "config.schema",
-    "PreferenceDataConfig": "config.schema",
-    "TrainConfig": "config.schema",
-    "AdamWConfig": "config.optimization",
-    "CosineScheduleConfig": "config.optimization",
-    "EvalConfig": "config.schema",
-    "CheckpointConfig": "config.schema",
-    "WandbConfig": "config.schema",
-    "ProfileConfig": "config.schema",
-}
-# The loop's own name is that of its folder.
-_NAMES_AT_HOME = {"train_loop": "train"}
-
-__all__ = [
-    "ActivationCheckpointingConfig",
-    "AdamWConfig",
-    "ChatDataConfig",
-    "CheckpointConfig",
-    "CompileConfig",
-    "ContextParallelConfig",
-    "CosineScheduleConfig",
-    "EvalConfig",
-    "FSDPConfig",
-    "Finished",
-    "Float8Config",
-    "LoraConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "PreferenceDataConfig",
-    "ProfileConfig",
-    "Run",
-    "RunConfig",
-    "Section",
-    "TextDataConfig",
-    "TrainConfig",
-    "TrainingConfig",
-    "UserError",
-    "WandbConfig",
-    "build_checkpoints",
-    "build_data",
-    "build_evaluation",
-    "build_lr_schedule",
-    "build_mean_loss",
-    "build_mesh",
-    "build_metrics",
-    "build_model",
-    "build_optimizer",
-    "build_slice_batch",
-    "build_tokenizer",
-    "clip_gradients",
-    "cross_entropy",
-    "export_model",
-    "initialize",
-    "load_config",
-    "load_pretrained",
-    "parallelize_model",
-    "plan_memory",
-    "plan_parallel",
-    "run",
-    "say",
-    "start",
-    "start_job",
-    "train_loop",
-]
+# `__init__.pyi` has the names, for this, for type checkers and for tools/api.py.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # transformers imports torchao if it is installed, and torchao logs which of its kernels this machine cannot load.
 # Nothing here uses those kernels, and a user's mistake must stay one line.
 for _logger in map(logging.getLogger, ("torchao", "torch.utils._pytree")):
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.ERROR)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` when it is first used (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    # The module `run` can be called, and has this name in any case once it is imported.
-    found = home if name == _HOMES[name] else getattr(home, _NAMES_AT_HOME.get(name, name))
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

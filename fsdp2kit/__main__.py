@@ -31,6 +31,7 @@ _OTHER_WORDS = {
     "merge": "convert --merge",
     "chat": "generate",
     "inference": "generate",
+    "bench": "python tools/bench.py, in a checkout of fsdp2kit",
 }
 """What other tools call what a command does."""
 _TASKS = {
@@ -52,15 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     command = command.replace("-", "_")
     if command == "help" and rest:  # of one command
-        command, rest = rest[0].replace("-", "_"), ["--help"]
+        command = rest[0].replace("-", "_")
+        rest = ["--help"]
     command = _ALIASES.get(command, command)
     found = _tools()
     if command == "run":
         stop.listen_from_the_start()  # torch takes seconds to import
     if command in ("run", "check"):
-        module, rest = "fsdp2kit.run", rest + ["--check"] * (command == "check")
+        module = "fsdp2kit.run"
+        rest = rest + ["--check"] * (command == "check")
     elif command == "verify":
-        module, rest = "fsdp2kit.checkpoint", ["verify", *rest]
+        module = "fsdp2kit.checkpoint"
+        rest = ["verify", *rest]
     elif command == "convert":
         from fsdp2kit.checkpoint.conversion import parse_conversion  # other commands start without pydantic
 
@@ -107,7 +111,8 @@ def _shown(name: str) -> str:
 def _tools() -> dict[str, Path]:
     """Each tool's file by its name; imports none of them."""
     folder = Path(tools.__path__[0])
-    return {module.name: folder / f"{module.name}.py" for module in pkgutil.iter_modules(tools.__path__)}
+    found = pkgutil.iter_modules(tools.__path__)
+    return {module.name: folder / f"{module.name}.py" for module in found if not module.ispkg}
 
 
 def _first_line(path: Path) -> str:

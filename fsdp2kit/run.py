@@ -4,7 +4,7 @@ fsdp2kit run toml/llama8b_cp2.toml --nproc 8 [section.key=value ...]
 torchrun --nproc-per-node 8 -m fsdp2kit.run toml/llama8b_cp2.toml [section.key=value ...]
 python -m fsdp2kit.run toml/llama8b_cp2.toml --check
 
-From Python the module itself is called: ``fsdp2kit.run(config)`` is `run`, below.
+From Python, ``fsdp2kit.run`` is the function `run`, below: import the module's other names from it by name.
 """
 
 from __future__ import annotations
@@ -381,15 +381,6 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
     show("weights and memory unchecked: the start reads and takes them")
     return 0
 
-
-class _Callable(ModuleType):
-    """The type of this module: ``fsdp2kit.run`` is the module, since it has that name, and can be called."""
-
-    def __call__(self, config: TrainingConfig) -> Finished:
-        return run(config)
-
-
-sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     process.end_process(main())

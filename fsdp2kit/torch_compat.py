@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -205,13 +206,6 @@ def nccl_error() -> str | None:
         if error.name != "SUCCESS":
             return error.name
     return None
-
-
-def start_fake_group(world_size: int) -> None:
-    """Make this process rank 0 of a group whose collectives do nothing; public torch has none."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -1,7 +1,7 @@
 """The baseline for comparisons with FSDP1: any Hugging Face causal language model, by default on synthetic tokens.
 
-Like the pretraining recipe, but the export has the model's tokenizer also with synthetic tokens. ``fsdp2kit
-bench fsdp1`` trains its TOML beside FSDP1, on the same batches.
+Like the pretraining recipe, but the export has the model's tokenizer also with synthetic tokens. In a checkout
+``tools/bench.py fsdp1`` trains its TOML beside FSDP1, on the same batches.
 
 Copy this file, change the line that builds what you want different, and name the copy in your TOML's ``recipe``.
 """
@@ -22,7 +22,7 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import train_loop
 from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.run import Run
 from fsdp2kit.train.step import cross_entropy
@@ -66,4 +66,4 @@ def main(config: Config) -> None:
         evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=data.total_steps, memory=memory)
-        train(run, model, optimizer, schedule, data.batches(progress), objective=cross_entropy, evaluate=evaluate)
+        train_loop(run, model, optimizer, schedule, data.batches(progress), objective=cross_entropy, evaluate=evaluate)

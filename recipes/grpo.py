@@ -30,8 +30,9 @@ from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.scoring import Scoring
 from fsdp2kit.rl.sleep import Sleepers
 from fsdp2kit.rl.state import RolloutState
-from fsdp2kit.train.loop import Run, train
+from fsdp2kit.train.loop import train_loop
 from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.run import Run
 
 
 class Config(RLConfig):
@@ -85,4 +86,4 @@ def main(config: Config) -> None:
         evaluate = build_reward_evaluation(sampling, state)
         metrics.sources += [RolloutFigures(sampling, state, batches), objective.figures]
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=steps, memory=memory)
-        train(run, model, optimizer, schedule, batches, objective=objective, evaluate=evaluate)
+        train_loop(run, model, optimizer, schedule, batches, objective=objective, evaluate=evaluate)

@@ -17,7 +17,7 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import train_loop
 from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.run import Run
 from fsdp2kit.train.step import cross_entropy
@@ -54,4 +54,4 @@ def main(config: Config) -> None:
         evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
         run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=data.total_steps, memory=memory)
-        train(run, model, optimizer, schedule, data.batches(progress), objective=cross_entropy, evaluate=evaluate)
+        train_loop(run, model, optimizer, schedule, data.batches(progress), objective=cross_entropy, evaluate=evaluate)

@@ -18,10 +18,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit import run
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.run_directory import lock_run_dir
+from fsdp2kit.run import load_recipe
+from fsdp2kit.run import main as run_main
 from tests.reference import full
 from tests.workers import WorkerPool, start_ranks
 
@@ -41,7 +42,7 @@ def attempt(arguments: list[str], folder: str) -> tuple[int, str, str]:
         mock.patch("os._exit", side_effect=sys.exit),
     ):
         try:
-            code = run.main(arguments)
+            code = run_main(arguments)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return code, out.getvalue(), err.getvalue()
@@ -217,9 +218,9 @@ def test_rows_beyond_the_models_positions_are_refused_by_run_and_check(
     toml = str(toml_for(model_dir, tmp_path))
     line = refused(pool, [toml, GPT2, "mesh.cp=1"], tmp_path, says=["data.seq_len", "64", "use at most 32"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run.main([toml, GPT2, "mesh.cp=1", "--check"]) == 2
+    assert run_main([toml, GPT2, "mesh.cp=1", "--check"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == line
-    assert run.main([toml, GPT2, "mesh.cp=1", "data.seq_len=32", "--check"]) == 0
+    assert run_main([toml, GPT2, "mesh.cp=1", "data.seq_len=32", "--check"]) == 0
 
 
 def truncated(folder: Path, *, size: int) -> None:
@@ -411,6 +412,6 @@ def test_a_config_with_a_type_that_is_not_defined_is_refused(tmp_path: Path) -> 
         "class Config(TrainingConfig):\n    distill: DistillConfig\n\n\ndef main(config):\n    pass\n"
     )
     with pytest.raises(UserError, match=rf"{recipe}: Config has a field of the type DistillConfig, which is not def"):
-        run.load_recipe(recipe)
+        load_recipe(recipe)
     recipe.write_text(f"{recipe.read_text()}\n\nfrom fsdp2kit.config.schema import RunConfig as DistillConfig\n")
-    assert run.load_recipe(recipe).Config.model_fields["distill"].is_required()
+    assert load_recipe(recipe).Config.model_fields["distill"].is_required()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp2kit.bench.ahead import bench_ahead
-from fsdp2kit.bench.experts import bench_experts
-from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
-from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
-from fsdp2kit.bench.kernels import bench_vocabulary
-from fsdp2kit.bench.rollouts import bench_rollouts
-from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.reference import full, needs_integers, slow
 from tests.workers import WorkerPool, run_command
 from tools.bench import report_lines, result_lines
+from tools.benchmarks.experts import bench_experts
+from tools.benchmarks.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
+from tools.benchmarks.harness import PeakMemory, measure, speed, spread
+from tools.benchmarks.storage import bench_convert, bench_load, bench_save, llama_config
+from tools.benchmarks.vocabulary import bench_vocabulary
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 
@@ -99,29 +97,6 @@ def test_experts_are_measured_alone_and_in_training(pool: WorkerPool) -> None:
     assert together["rows"][0]["times_as_fast"]["ratio"] > 0
 
 
-@pytest.mark.full
-def test_rollouts_ahead_are_measured_beside_steps_that_wait(pool: WorkerPool) -> None:
-    tiny = ("mesh.cp=1", "train.global_batch_size=32", "model.config.hidden_size=32")
-    how: Any = {"ahead": 1, "rounds": 2, "steps": 6, "reward_seconds": 0.05}
-    (result,) = pool.run(1, last_result, bench_ahead, toml=str(DEMO.parent / "grpo_demo.toml"), overrides=tiny, **how)
-    assert_has_provenance(result, ranks=1)
-    ahead, waits = result["rows"]
-    assert (ahead["rollout/staleness"], waits["rollout/staleness"]) == (1.0, 0.0)
-    assert min(ahead["seconds/reward"], waits["seconds/reward"]) >= 0.05
-    assert waits["step"]["median"] > waits["seconds/generate"] + waits["seconds/reward"]
-    assert waits["importance_weight"] == pytest.approx(1, abs=1e-3)
-    assert ahead["times_as_fast"]["ratio"] > 0
-    assert {name: len(curve) for name, curve in result["reward_curves"].items()} == {"ahead = 1": 6, "ahead = 0": 6}
-
-
-@pytest.mark.full
-def test_rollouts_are_the_same_whether_rows_leave_or_not(pool: WorkerPool) -> None:
-    tiny: Any = {"params": 1e-3, "requests": 6, "batch_size": 4, "longest": 10, "rounds": 1, "continuous": True}
-    (result,) = pool.run(1, last_result, bench_rollouts, **tiny)
-    assert [row["name"] for row in result["rows"]] == ["fsdp2kit", "to the longest", "continuous batching"]
-    assert result["checks"] == {"same_responses": True}
-
-
 # Others have the same settings on other shapes, or compiled.
 SOME_GROUPS = ("small", "8b", "lora_16k")
 
@@ -172,19 +147,29 @@ def _qlora() -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_gpu_profile_and_ring_dry_runs() -> None:
+def test_gpu_profile_dry_run() -> None:
     profile = tool("gpu", "--device", "cpu", "--dry-run", "--profile", "--groups", "small", "--json")
-    ring = tool("ring", "--device", "cpu", "--dry-run", "--max-minutes", "0", "--json")
 
-    assert profile.returncode == ring.returncode == 0, profile.stderr + ring.stderr
+    assert profile.returncode == 0, profile.stderr
     for one in json.loads(profile.stdout)["rows"]:
         assert one["matmul"] > 0
         assert one["optimizer"] > 0
         assert 0 <= one["idle"] < 1
-    result = json.loads(ring.stdout)
-    assert [(row["tokens"], row["name"]) for row in result["rows"]] == [(64, "blocks"), (64, "fused")]
-    assert max(result["rows"][0][f"{name}_differs_by"] for name in ("out", "query", "key", "value")) < 1e-2
-    assert "stopped after 0 minutes: what is missing was not begun" in result["notes"]
+
+
+def test_no_part_is_begun_after_the_minutes_that_were_given(pool: WorkerPool) -> None:
+    (result,) = pool.run(1, _stopped_at_once)
+    assert len(result["rows"]) == 1
+    assert result["notes"][-1] == "stopped after 0 minutes: what is missing was not begun"
+
+
+def bench_parts(world: Any) -> Iterator[dict[str, Any]]:
+    for number in (1, 2):
+        yield {"rows": [{"part": each} for each in range(number)]}
+
+
+def _stopped_at_once() -> dict[str, Any]:
+    return last_result(bench_parts, max_minutes=0)
 
 
 def test_a_loans_results_become_tables(tmp_path: Path) -> None:

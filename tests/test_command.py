@@ -15,8 +15,8 @@ import pytest
 import tomli
 
 from fsdp2kit import __main__ as command
-from fsdp2kit import run
 from fsdp2kit.checkpoint.conversion import parse_conversion
+from fsdp2kit.run import main as run_main
 from tests.reference import full
 from tools import schema
 
@@ -89,7 +89,7 @@ def test_help_of_one_command(started: Any, capsys: pytest.CaptureFixture[str]) -
     assert started == [("fsdp2kit.tools.hf_to_dcp", ["--help"])]
     for arguments, says in ((["--help"], "usage: fsdp2kit run "), (["--check", "--help"], "usage: fsdp2kit check ")):
         with pytest.raises(SystemExit):
-            run.main(arguments)
+            run_main(arguments)
         assert capsys.readouterr().out.startswith(says)
 
 
@@ -193,14 +193,14 @@ def test_a_check_needs_no_ranks(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     for name in ("demo_cp2", "demo_cp2.toml"):  # as it is called elsewhere than in a checkout
-        assert run.main([name, "--check", "train.micro_batch_size=1", *arguments]) == 0
+        assert run_main([name, "--check", "train.micro_batch_size=1", *arguments]) == 0
         assert said in capsys.readouterr().out
 
 
 def test_a_check_draws_the_nodes_and_says_what_crosses_them(monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert run.main(["demo_cp2", "--check", "train.global_batch_size=12", "train.micro_batch_size=1"]) == 0
+    assert run_main(["demo_cp2", "--check", "train.global_batch_size=12", "train.micro_batch_size=1"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "  node 1: 3:1/1  4:2/0  5:2/1" in said
     assert "cp crosses nodes in 2 of 6 groups; no smaller mesh.cp stays within a node" in said
@@ -208,10 +208,10 @@ def test_a_check_draws_the_nodes_and_says_what_crosses_them(monkeypatch: Any, ca
 
 
 def test_a_check_of_a_world_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["demo_cp2", "--check", "--world-size", "3"]) == 2
+    assert run_main(["demo_cp2", "--check", "--world-size", "3"]) == 2
     assert "mesh.cp: 2 does not divide the world size 3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run.main(["demo_cp2", "--world-size", "3"])
+        run_main(["demo_cp2", "--world-size", "3"])
     assert "--world-size is for --check" in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit import run
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
@@ -17,6 +16,7 @@ from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.run import main as run_main
 from tests.reference import DEMO
 from tests.test_bad_input import model_dir, toml_for
 from tools import launch, preview
@@ -113,9 +113,9 @@ def test_errors_show_control_characters_and_no_secrets(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(toml_for(model_dir, tmp_path))
-    assert run.main([path, "--check", "data.path=no\x1b[2J.jsonl"]) == 2
+    assert run_main([path, "--check", "data.path=no\x1b[2J.jsonl"]) == 2
     assert "no\\x1b[2J.jsonl" in capsys.readouterr().err
-    assert run.main([path, "--check", "data.format=https://me:pa55w0rd@host/x"]) == 2
+    assert run_main([path, "--check", "data.format=https://me:pa55w0rd@host/x"]) == 2
     said = capsys.readouterr().err
     assert "https://***@host/x" in said
     assert "pa55w0rd" not in said

@@ -14,16 +14,17 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit import run
-from fsdp2kit.bench.fsdp1 import check_fsdp1, sharding_strategy
-from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.run import load
+from fsdp2kit.run import main as run_main
 from tests.reference import full, tiny_model, tiny_model_dir
 from tests.test_bench import last_result
 from tests.workers import WorkerPool
 from tools.bench import result_lines
+from tools.benchmarks.fsdp1 import check_fsdp1, sharding_strategy
+from tools.benchmarks.peers import bench_fsdp1
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
@@ -63,7 +64,7 @@ def _compare(arguments: Sequence[str]) -> dict[str, Any]:
 def _run(arguments: Sequence[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert run.main(arguments) == 0
+        assert run_main(arguments) == 0
 
 
 LAYERS = "(LlamaDecoderLayer, LlamaForCausalLM)"
@@ -178,7 +179,7 @@ def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: 
     ],
 )
 def test_what_cannot_be_compared_is_refused(key: str, override: str, toml: Path) -> None:
-    _, config = run.load(str(toml), [override])
+    _, config = load(str(toml), [override])
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=2, local_world_size=1)
     with pytest.raises(UserError, match=rf"^{key}: "):
         check_fsdp1(config, sizes=sizes)
@@ -229,7 +230,7 @@ def test_the_recipe_trains_evaluates_and_keeps_weights_and_tokenizer(
         assert record["tflops_per_device"] > 0
     # The weights stand still, so a held-out batch that is no training batch is all that makes a difference.
     assert records[1]["eval_loss"] not in [record["loss"] for record in records]
-    _, config = run.load(str(directory / "config.toml"), [])
+    _, config = load(str(directory / "config.toml"), [])
     assert config.train.steps == 2
     assert config.data.format == "synthetic"
     exported = AutoModelForCausalLM.from_pretrained(directory / "hf")
@@ -247,7 +248,7 @@ def test_held_out_synthetic_tokens_are_others(pool: WorkerPool, toml: Path, tmp_
 def _first_batches(toml: str) -> list[Any]:
     from fsdp2kit.data.build import build_data
 
-    _, config = run.load(toml, ["eval.every=1", "eval.split=held_out", "data.shuffle=false"])
+    _, config = load(toml, ["eval.every=1", "eval.split=held_out", "data.shuffle=false"])
     data = build_data(config, tokenizer=None, vocab_size=128)
     return [loader.batch(0)[0].input_ids.tolist() for loader in (data.loader, data.held_out[""])]
 
@@ -261,5 +262,5 @@ def test_ligers_kernels_are_refused_on_a_cpu(toml: Path, tmp_path: Path, pool: W
 
 
 def _main(arguments: Sequence[str]) -> None:
-    recipe, config = run.load(arguments[0], arguments[1:])
+    recipe, config = load(arguments[0], arguments[1:])
     recipe.main(config)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from fsdp2kit import run
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.run import load
+from fsdp2kit.run import main as run_main
 from tests.conftest import LONGEST, TESTS
+from tests.imports import imports_of
 from tools.schema import is_current, schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fsdp2kit"
-FACE = PACKAGE / "__init__.py"  # names everything, and imports it when it is used: tests/test_face.py
 
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
@@ -40,19 +39,13 @@ RANKS = {
     "overlap": 9,
     "report": 9,
     "migrate": 9,
-    "bench": 10,
     "starter": 10,
     "recipes": 11,
     "tools": 11,
     "__main__": 12,
 }
 LOWEST = {"errors", "files", "console", "torch_compat"}
-MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 
 def name_of(path: Path) -> str:
@@ -69,26 +62,18 @@ def room_of(path: Path) -> str | None:
 def imported_rooms(path: Path) -> set[str]:
     """Rooms that a module imports from, wherever in the file."""
     rooms = set()
-    for node in ast.walk(tree_of(path)):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "fsdp2kit" and len(parts) > 1 and parts[1] in RANKS:
-                rooms.add(parts[1])
-            elif parts[0] in ("recipes", "tools"):
-                rooms.add(parts[0])
+    for one in imports_of(path):
+        parts = one.path.split(".")
+        if parts[0] == "fsdp2kit" and len(parts) > 1 and parts[1] in RANKS:
+            rooms.add(parts[1])
+        elif parts[0] in ("recipes", "tools"):
+            rooms.add(parts[0])
     return rooms
 
 
 def test_imports_run_one_way() -> None:
     wrong = []
     for path in MODULES:
-        if path == FACE:
-            continue
         room = room_of(path)
         for other in imported_rooms(path):
             if room is None:  # of what runs a recipe, `planner.check` is imported only when it is asked for
@@ -105,11 +90,10 @@ def test_imports_run_one_way() -> None:
 def test_private_torch_modules_are_named_in_one_file() -> None:
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(tree_of(path)) if path.name != "torch_compat.py" else ():
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-                names = [*node.module.split("."), *(alias.name for alias in node.names)]
-                if any(name.startswith("_") for name in names):
-                    wrong.append(f"{name_of(path)}:{node.lineno}")
+        for one in imports_of(path) if path.name != "torch_compat.py" else ():
+            is_private = any(part.startswith("_") for part in one.path.split("."))
+            if one.name is not None and one.module.startswith("torch") and is_private:
+                wrong.append(f"{name_of(path)}:{one.line}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -127,12 +111,9 @@ def test_no_file_imports_itself_through_others() -> None:
     """Files, not rooms: what a module imports at its top, followed until nothing new comes."""
     found: dict[str, set[str]] = {}
     for path in MODULES:
-        tree = tree_of(path)
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
-        found[name] = {node.module or "" for node in froms} | {
-            f"{node.module}.{alias.name}" for node in froms for alias in node.names
-        }
+        first = [one for one in imports_of(path) if one.is_first and one.name is not None]
+        found[name] = {one.module for one in first} | {one.path for one in first}
     found = {name: others & found.keys() for name, others in found.items()}
     for name, others in found.items():
         seen: set[str] = set()
@@ -154,7 +135,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
         local = int(processes.group(1)) if processes else 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
-        code, said = run.main([str(path), "--check"]), capsys.readouterr()
+        code, said = run_main([str(path), "--check"]), capsys.readouterr()
         if code or not said.out.startswith("ok: "):
             refused.append(f"{path.name}: {said.err}")
     assert not refused, "\n".join(refused)
@@ -163,7 +144,7 @@ def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_every_toml_can_be_tried_for_a_few_steps() -> None:
     small = ("demo_cp2", "demo_moe", "grpo_demo", "smollm2_135m_cp2", "lora_smollm2", "distill_smollm2")
     for path in TOMLS:
-        _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=16"])
+        _, config = load(str(path), ["train.steps=2", "mesh.cp=1", "mesh.ep=1", "train.global_batch_size=16"])
         check_config(config, world_size=1, local_world_size=1)
         assert config.data.path is None or path.stem in small, f"{path.name}: no real run on toy data"
 

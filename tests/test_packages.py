@@ -6,7 +6,6 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import tomli
 
 from fsdp2kit.errors import REQUIREMENTS, pip_install
 from fsdp2kit.rl import common_rewards
+from tests.imports import imports_of, tree_of
 from tools import docs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,31 +29,18 @@ def names_of(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=; ]", one)[0].lower() for one in requirements}
 
 
-@cache
-def parsed(path: Path) -> ast.AST:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
+def packages_of(path: Path) -> Iterator[tuple[str, bool]]:
     """Other distributions that a file imports, and whether it does so within a function, when they are used."""
-    todo: list[tuple[ast.AST, bool]] = [(parsed(path), False)]
-    while todo:
-        node, is_late = todo.pop()
-        is_late = is_late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        todo += [(child, is_late) for child in ast.iter_child_nodes(node)]
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            modules = [node.module]
-        for module in {one.partition(".")[0] for one in modules} - sys.stdlib_module_names - OUR_OWN:
-            yield DISTRIBUTIONS.get(module, module.replace("_", "-")), is_late
+    for one in imports_of(path):
+        module = one.module.partition(".")[0]
+        if module not in sys.stdlib_module_names | OUR_OWN:
+            yield DISTRIBUTIONS.get(module, module.replace("_", "-")), one.is_late
 
 
 def test_what_is_imported_is_declared() -> None:
     needed = names_of(PROJECT["dependencies"])
     optional = names_of([one for name, extra in EXTRAS.items() if name != "all" for one in extra])
-    found = {(path.relative_to(ROOT).as_posix(), *one) for path in FILES for one in imports_of(path)}
+    found = {(path.relative_to(ROOT).as_posix(), *one) for path in FILES for one in packages_of(path)}
     found.discard(("fsdp2kit/rl/vllm_plugin.py", "vllm", False))  # which vLLM imports, in its environment
     assert ("fsdp2kit/rl/engines/server.py", "httpx", False) in found
     undeclared = {one for one in found if one[1] not in (needed | optional if one[2] else needed)}
@@ -74,7 +61,7 @@ def test_messages_name_packages_as_the_extras_do() -> None:
 def texts() -> Iterator[tuple[str, str]]:
     """The texts in the code that are no documentation, each with its place."""
     for path in FILES:
-        tree = parsed(path)
+        tree = tree_of(path)
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:

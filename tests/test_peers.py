@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 
-from fsdp2kit.bench.hf_trainer import Turns
-from fsdp2kit.bench.peers import bench_peers
-from fsdp2kit.bench.sides import pair_row
 from tests.reference import tiny_model_dir
 from tests.test_bench import last_result, tool
 from tests.workers import WorkerPool
 from tools.bench import result_lines
+from tools.benchmarks.hf_trainer import Turns
+from tools.benchmarks.peers import bench_peers
+from tools.benchmarks.sides import pair_row
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -174,7 +174,7 @@ def _without(package: str, model: Path, names: tuple[str, ...]) -> dict[str, Any
     """A comparison where this package is not installed."""
     values = {"rounds": 1, "warmup": 1, "seq_len": 64, "global_batch": 1, "dtype": "float32"}
     with mock.patch(
-        "fsdp2kit.bench.peers.missing_packages", lambda *needed: [one for one in needed if one == package]
+        "tools.benchmarks.peers.missing_packages", lambda *needed: [one for one in needed if one == package]
     ):
         return last_result(bench_peers, peers=names, model=str(model), data=str(DEMO / "chat.jsonl"), **values)
 

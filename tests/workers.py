@@ -20,7 +20,7 @@ from typing import Any
 # Forks of a process that has imported what takes seconds to import.
 FORKS = mp.get_context("forkserver")
 _RECIPES = ["recipes.sft", "recipes.dpo", "recipes.distill", "recipes.grpo"]
-_BENCH = ["tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"]
+_BENCH = ["tools.bench", "tools.benchmarks.gpu", "tools.benchmarks.peers"]
 FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.parallel.jobs", "tests.frozen"])
 
 ROOT = Path(__file__).parents[1]

@@ -40,11 +40,14 @@ def page() -> str:
         import griffe
 
     module = griffe.load("fsdp2kit", search_paths=[Path(fsdp2kit.__file__).parents[1]], allow_inspection=False)
-    functions, sections = [], []
-    for name, home in fsdp2kit._HOMES.items():
-        found = module[f"{home}.{fsdp2kit._NAMES_AT_HOME.get(name, name)}"]
+    functions = []
+    sections = []
+    for name, path in module.imports.items():  # in the order of `__init__.pyi`
+        if name not in fsdp2kit.__all__:
+            continue
+        found = module[path.removeprefix("fsdp2kit.")]
         found = found.final_target if found.is_alias else found
-        if home.startswith("config."):
+        if path.startswith("fsdp2kit.config."):
             sections.append(name)
         else:
             functions.append("\n".join(_entry(name, found)))
@@ -55,13 +58,14 @@ def _entry(name: str, found: Any) -> list[str]:
     """A name's heading, signature and docstring as Markdown."""
     lines = [f"## {name}", f"```py\n{_signature(name, found)}\n```"]
     for section in found.docstring.parse("google", warnings=False):
-        kind, value = section.kind.value, section.value
+        kind = section.kind.value
+        value = section.value
         if kind == "text":
             lines.append(_plain(value))
             continue
         title = {"parameters": "", "raises": "Raises ", "returns": "Returns "}[kind]
         for one in value:
-            what = one.annotation if kind == "raises" else getattr(one, "name", "")
+            what = one.annotation if kind == "raises" else one.name
             text = " ".join(_plain(one.description).split())
             lines.append(f"- {title}`{what}`: {text}" if what and kind != "returns" else f"- {title}{text}")
     if found.is_class and not found.bases:
@@ -78,8 +82,10 @@ def _signature(name: str, found: Any) -> str:
         parameters = [one for one in (init or found).parameters if one.name != "self"]
         returns = ""
     else:
-        parameters, returns = list(found.parameters), f" -> {found.returns}" if found.returns else ""
-    texts, is_keyword = [], False
+        parameters = list(found.parameters)
+        returns = f" -> {found.returns}" if found.returns else ""
+    texts = []
+    is_keyword = False
     for one in parameters:
         kind = one.kind.value if one.kind else ""
         if kind == "keyword-only" and not is_keyword:

@@ -1,19 +1,15 @@
-"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving, kernels.
+"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving. For a checkout: a wheel has no benchmarks.
 
-torchrun --nproc-per-node 2 -m fsdp2kit bench [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
-torchrun --nproc-per-node 2 -m fsdp2kit bench fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
-torchrun --nproc-per-node 2 -m fsdp2kit bench load --params 0.5 --files 1 --dtype bfloat16
-torchrun --nproc-per-node 2 -m fsdp2kit bench save --params 0.5
-fsdp2kit bench convert [--params 0.5 1.5]
-fsdp2kit bench vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
-fsdp2kit bench ring [--device cpu --dry-run]
-[torchrun --nproc-per-node 4] -m fsdp2kit bench experts [--experts 32] [--rounds 20]
-torchrun --nproc-per-node 2 -m fsdp2kit bench sync [--params 0.5] [--bucket-mib 16]
-fsdp2kit bench ahead toml/grpo_demo.toml [section.key=value …] [--ahead 2]
-fsdp2kit bench rollouts [--lengths tail] [--continuous]
-fsdp2kit bench gpu [--device cpu --dry-run]
-fsdp2kit bench scale [--ranks 8 64 1024] [--shards 64]
-fsdp2kit bench report FOLDER
+torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
+torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
+torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
+torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
+python tools/bench.py convert [--params 0.5 1.5]
+python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
+[torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
+torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
+python tools/bench.py gpu [--device cpu --dry-run]
+python tools/bench.py report FOLDER
 
 bench.py COMMAND --help lists the options of one.
 """
@@ -40,18 +36,18 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import is_main_process, leave, stop
 from fsdp2kit.job.process import end_process
 
-COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {
-    "vocabulary": "kernels",
-    "ring": "kernels",
+COMMANDS = {
+    "peers": "peers",
+    "fsdp1": "peers",
+    "load": "storage",
+    "save": "storage",
+    "convert": "storage",
+    "vocabulary": "vocabulary",
     "gpu": "gpu",
-    "scale": "scale",
     "experts": "experts",
     "sync": "sync",
-    "ahead": "ahead",
-    "rollouts": "rollouts",
 }
-"""By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
+"""By command: the module of `tools.benchmarks` that has ``bench_COMMAND``, whose parameters are the options."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    from fsdp2kit.bench.harness import measure
+    from tools.benchmarks.harness import measure
 
-    bench = getattr(importlib.import_module(f"fsdp2kit.bench.{COMMANDS[name]}"), f"bench_{name}")
+    bench = getattr(importlib.import_module(f"tools.benchmarks.{COMMANDS[name]}"), f"bench_{name}")
     parser = Parser(prog=f"bench {name}", description=(bench.__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", type=user_path, metavar="FILE", help="also write that object to a file")
@@ -119,7 +115,8 @@ def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> N
     helps = dict(re.findall(r"^ +(\w+): (.+)$", inspect.getdoc(bench) or "", re.MULTILINE))
     kinds = get_type_hints(bench)
     for name, parameter in list(inspect.signature(bench).parameters.items())[1:]:
-        kind, default = kinds[name], parameter.default
+        kind = kinds[name]
+        default = parameter.default
         is_required = default is parameter.empty
         named: dict[str, Any] = {"help": helps[name], "default": None if is_required else default}
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -171,7 +168,8 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
     lines += ["", *result.get("notes", []), *checks]
     if source := result.get("provenance"):
-        git, ranks = source["git"], f"{source['world_size']} ranks; load average {source['load_average']}"
+        git = source["git"]
+        ranks = f"{source['world_size']} ranks; load average {source['load_average']}"
         versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
         commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
         lines += ["", f"command: {source['command']}", f"device: {', '.join(source['devices'])}; {ranks}"]
@@ -220,8 +218,10 @@ def _cell(key: str, value: Any) -> str:
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draw the result's ``bars`` into a PNG: a panel each by its title, columns of its rows side by side."""
-    rows, panels = result["rows"], result.get("bars", {"seconds": ["seconds"]})
-    names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
+    rows = result["rows"]
+    panels = result.get("bars", {"seconds": ["seconds"]})
+    names = [next(iter(row.values())) for row in rows]
+    positions = np.arange(len(rows))
     figure = new_figure("--figure", figsize=(4.5 * len(panels), 4.2), layout="tight")
     every = figure.subplots(1, len(panels), squeeze=False)
     for axes, (title, panel) in zip(every[0], panels.items(), strict=True):

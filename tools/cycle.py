@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The steps with rollouts of a run, from its metrics.jsonl."""
-    todo, metrics = "name the directory of a run of recipe grpo", run_dir / "metrics.jsonl"
+    todo = "name the directory of a run of recipe grpo"
+    metrics = run_dir / "metrics.jsonl"
     if not run_dir.is_dir():
         raise UserError(str(run_dir), "no such directory", todo)
     try:

@@ -86,7 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     _check_out(options.out, options.overwrite)
     if not _checked(options):
         return 2
-    text, command = fill(options), _SUBMIT[options.kind][1]
+    text = fill(options)
+    command = _SUBMIT[options.kind][1]
     if options.out is None:
         show(text, end="", is_data=True)
         return 0
@@ -139,15 +140,16 @@ def _checked(options: argparse.Namespace) -> bool:
     world_size = options.nodes * ranks
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: nothing here waits for a network
     with _environment(LOCAL_WORLD_SIZE=str(ranks)), contextlib.redirect_stdout(sys.stderr):
-        from fsdp2kit import run
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
         from fsdp2kit.planner.report import figures
+        from fsdp2kit.run import load
+        from fsdp2kit.run import main as run_main
 
         device = find_device(options.device)
-        if run.main([options.toml, *options.overrides, "--check", "--world-size", str(world_size)]):
+        if run_main([options.toml, *options.overrides, "--check", "--world-size", str(world_size)]):
             return False
-        _, config = run.load(options.toml, options.overrides)
+        _, config = load(options.toml, options.overrides)
         try:
             model, plan = plan_for(config, world_size=world_size, local_world_size=ranks)
             found = estimate(config, model, plan, device=device, local_world_size=ranks)

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-CONVERSATIONS, TWO_TURN, HELD_OUT = 600, 120, 60
+CONVERSATIONS = 600
+TWO_TURN = 120
+HELD_OUT = 60
 VOCABULARY = 1024
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 
@@ -92,7 +94,9 @@ def pairs(text: str) -> list[tuple[str, str]]:
 
 def questions() -> Iterator[tuple[str, str]]:
     """Every fact in each of its wordings, as (question, answer)."""
-    opposites, days, months = pairs(OPPOSITES), DAYS.split(", "), MONTHS.split(", ")
+    opposites = pairs(OPPOSITES)
+    days = DAYS.split(", ")
+    months = MONTHS.split(", ")
     facts: dict[str, Iterable[tuple[Any, Any]]] = {
         "opposite": [each for one, other in opposites for each in ((one, other), (other, one))],
         "plural": pairs(PLURALS),
@@ -117,7 +121,8 @@ def conversations() -> tuple[list[list[dict]], list[list[dict]]]:
     turns = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in asked
     ]
-    held_out, rest = turns[:HELD_OUT], turns[HELD_OUT : HELD_OUT + CONVERSATIONS + TWO_TURN]
+    held_out = turns[:HELD_OUT]
+    rest = turns[HELD_OUT : HELD_OUT + CONVERSATIONS + TWO_TURN]
     double = [rest[2 * at] + rest[2 * at + 1] for at in range(TWO_TURN)]
     training = double + rest[2 * TWO_TURN :]
     random.Random(1).shuffle(training)

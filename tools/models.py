@@ -162,7 +162,8 @@ def _try_generation(model: Any) -> str:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
-    vocabulary, draw = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (length,), generator=draw).tolist() for length in (1, 3, 9, 40)]
     engine = TransformersEngine(RolloutConfig(), model, stops=[0], pad_id=0)
     requests = [Request(ids, (number,)) for number, ids in enumerate(prompts)]

@@ -101,7 +101,8 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     schema = load_recipe(bundled_folder("recipes") / f"{kind.recipe}.py").Config
     facts = look(schema, options.recipe, out, model=options.model, data=options.data, teacher=options.teacher)
     facts = replace(facts, world_size=world_size)
-    sections, command = drafting.draft(facts), launch_command(str(out), world_size)
+    sections = drafting.draft(facts)
+    command = launch_command(str(out), world_size)
     name = "schema.json" if kind.recipe == "sft" else f"schema.{kind.recipe}.json"
     head = [command, f":schema {bundled_folder('toml') / name}", kind.purpose]
     if device is None:
@@ -116,7 +117,8 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     warning = None
     if device is not None and facts.is_here:
         fit = find_fit(_config(schema, text(), out), device, world_size=world_size)
-        sections, warning = drafting.merged(sections, fit.values, "as planned"), fit.warning
+        sections = drafting.merged(sections, fit.values, "as planned")
+        warning = fit.warning
         head.append(f"{fit.words[0].upper()}{fit.words[1:]}.")
     local = nodes_of(world_size)[1]
     said = _check(_config(schema, text(), out), world_size=world_size, local_world_size=local)

@@ -31,7 +31,7 @@ from fsdp2kit.job.process import end_process
 from fsdp2kit.run import load_and_start, parse_with_overrides
 
 if TYPE_CHECKING:
-    from fsdp2kit.parity.check import Row
+    from fsdp2kit.parity.check import VariantResult
 
 STYLES = {"ok": "green", "miss": "bold red", "refused": "yellow"}
 
@@ -64,13 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if "miss" in verdicts or "ok" not in verdicts else 0
 
 
-def columns(row: Row) -> dict[str, Any]:
+def columns(row: VariantResult) -> dict[str, Any]:
     """A variant's row as plain values, the variant's fields first."""
     fields = asdict(row)
     return {**fields.pop("variant"), **fields}
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[VariantResult]) -> None:
     """Print every variant with its relative differences and their bounds, then the notes and a summary."""
     from fsdp2kit.parity.check import COMPARED
 
@@ -91,10 +91,11 @@ def print_table(rows: list[Row]) -> None:
         console.print(line, highlight=False)
 
 
-def _cell(row: Row, name: str) -> str:
+def _cell(row: VariantResult, name: str) -> str:
     if name not in row.differences:
         return ""
-    difference, bound = row.differences[name], row.bounds[name]
+    difference = row.differences[name]
+    bound = row.bounds[name]
     number = f"{difference:.1e}" if difference <= bound else f"[bold red]{difference:.1e}[/]"
     return f"{number} ≤ {bound:.0e}"
 

@@ -55,7 +55,10 @@ def _run(options: argparse.Namespace) -> int:
     machine = {"device": device, "local_world_size": local}
     found = estimate(config, model, plan, **machine, mfu=mfu, prices_reduction=True, prices_crossings=True)
     share = None if mfu is None or found.speed is None else found.speed.share
-    answers, tables, parts, extra = [], [], [], {}
+    answers = []
+    tables = []
+    parts = []
+    extra = {}
     search = Search(config, ranks, device, local, share)
     for title, candidates in _alternatives(options, search):
         answers += report.answers(title, candidates, world_size=ranks)

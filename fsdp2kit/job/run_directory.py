@@ -52,7 +52,10 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
         handle = open_own(path / ".lock", os.O_RDWR)
     try:
         # POSIX locks, not flock: children do not inherit them, and over NFS they hold between machines.
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The first run to lock byte 0 has the directory. A reader (`fsdp2kit.report.liveness`) locks another byte for
+        # a moment; the run waits for its end.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        fcntl.lockf(handle, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno in _TAKEN:
             owner = _owner(handle)

@@ -20,8 +20,10 @@ def data(draft: Draft) -> None:
 
     ``data.path`` is left to be given where the file names no data.
     """
-    builder, named = draft.take("torchtune builder"), draft.take("data.path")
-    named, how, split = named or builder, draft.take("data.format"), draft.take("data.split")
+    builder = draft.take("torchtune builder")
+    named = draft.take("data.path") or builder
+    how = draft.take("data.format")
+    split = draft.take("data.split")
     configuration = draft.take("data.name")
     columns = {name: field for name in _COLUMNS if (field := draft.take(f"{name} column"))}
     if (text := columns.get("text")) and text.word in ("messages", "conversations"):
@@ -95,7 +97,8 @@ def _format(path: str | None, how: Field | None, columns: dict[str, Field]) -> t
 
 def train_on(draft: Draft) -> None:
     """axolotl's ``train_on_inputs``, torchtune's ``train_on_input``, TRL's ``assistant_only_loss``."""
-    whole, answers = draft.take("data.train_on"), draft.take("answers only")
+    whole = draft.take("data.train_on")
+    answers = draft.take("answers only")
     if whole is not None:
         draft.note(answers, f"{whole.path} decides")
     if draft.recipe[0] == "sft" and (field := whole or answers):

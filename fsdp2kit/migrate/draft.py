@@ -27,12 +27,16 @@ class Draft:
     """The keys of the TOML, each with the reason for its value, and what becomes of every field."""
 
     def __init__(self, fields: list[Field], *, source: str, path: str) -> None:
-        self.fields, self.source, self.program = fields, source, program_of(fields)
+        self.fields = fields
+        self.source = source
+        self.program = program_of(fields)
         self.defaults: dict[str, Any] = TABLE["defaults"].get(self.program, {})
         """The program's defaults by key, for what the file leaves out."""
         self.path = path
         """The path that the TOML will have: it is in its first line, and paths in it are relative to it."""
-        self.world_size, self.nodes, self.endpoint = 1, 1, "HOST:29500"
+        self.world_size = 1
+        self.nodes = 1
+        self.endpoint = "HOST:29500"
         self.is_guess = False
         """The number of processes is a guess."""
         self.recipe = ("pretrain", "")
@@ -87,7 +91,8 @@ class Draft:
         """Write a default if there is no line yet: the program's, or FSDP1's, or else the given value."""
         for program in (self.program, "FSDP1 and torch"):
             if key in (defaults := TABLE["defaults"].get(program, {})):
-                value, why = defaults[key], f"the default of {program}"
+                value = defaults[key]
+                why = f"the default of {program}"
                 break
         if key not in self._lines and value is not None:
             self.set(key, value, f"not in the file: {why}")

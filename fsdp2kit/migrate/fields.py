@@ -86,7 +86,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flatten(values: Mapping[str, Any], *, path: str, name: str, file: Path) -> Iterator[Field]:
     for key, value in values.items():
-        snake, short = snake_case(str(key)), plain_name(str(key))
+        snake = snake_case(str(key))
+        short = plain_name(str(key))
         # A list of one table, as axolotl has for its data, is that table.
         is_only = isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping)
         table = value[0] if is_only else value
@@ -99,7 +100,8 @@ def _flatten(values: Mapping[str, Any], *, path: str, name: str, file: Path) -> 
 
 def program_of(fields: list[Field]) -> str:
     """The program whose configuration the file is."""
-    names, known = {field.name for field in fields}, {key: set(text.split()) for key, text in TABLE["names"].items()}
+    names = {field.name for field in fields}
+    known = {key: set(text.split()) for key, text in TABLE["names"].items()}
     if "base_model" in names and names & known["axolotl"]:
         return "axolotl"
     is_named = any(field.name == "fsdp" and not field.is_switch for field in fields)  # fsdp = "full_shard auto_wrap"

@@ -32,18 +32,21 @@ def launch(draft: Draft) -> None:
     if size < 1 and len(groups) == 2:
         size = (groups[0] or 0) * (groups[1] or 0)
     if size < 1:
-        size, draft.is_guess = 1, True
+        size = 1
+        draft.is_guess = True
         draft.warnings.append("the file does not say how many processes there are: one is assumed; give --world-size")
     if size % nodes:
         draft.warnings.append(f"{machines}: {size} processes do not spread over them; one node was taken")
         nodes = 1
-    draft.world_size, draft.nodes = size, nodes
+    draft.world_size = size
+    draft.nodes = nodes
     draft.endpoint = f"{host.value if host else 'HOST'}:{port.value if port else 29500}"
 
 
 def model(draft: Draft) -> None:
     """``model.path``, or ``model.config`` with random weights; ``model.tokenizer``, a directory."""
-    path, tokenizer = draft.take("model.path"), draft.take("model.tokenizer")
+    path = draft.take("model.path")
+    tokenizer = draft.take("model.tokenizer")
     config = [field for field in draft.fields if field.name.startswith("model_config.")]
     if path is not None:
         draft.was("model.path", draft.relative(str(path.value)), path)
@@ -61,7 +64,8 @@ def model(draft: Draft) -> None:
 
 def frozen(draft: Draft) -> None:
     """``model.freeze``: llama-recipes' ``freeze_layers`` with ``num_freeze_layers``, or a list of names."""
-    names, number = draft.take("model.freeze"), draft.take("frozen layers")
+    names = draft.take("model.freeze")
+    number = draft.take("frozen layers")
     if names is not None and isinstance(names.value, list):
         draft.was("model.freeze", as_words(names), names)
     elif as_bool(names):
@@ -73,7 +77,9 @@ def adapters(draft: Draft) -> None:
     """``lora.rank``, if a switch or the method turns adapters on, or if the file has a rank and neither of them."""
     slots = ("adapter switch", "adapter method", "lora.rank", "lora.quantize")
     switch, method, rank, four_bits = map(draft.take, slots)
-    kind, number, is_quantised = method.word if method else "lora", as_int(rank), as_bool(four_bits)
+    kind = method.word if method else "lora"
+    number = as_int(rank)
+    is_quantised = as_bool(four_bits)
     if not (as_bool(switch) if switch else kind not in ("full", "freeze", "none") if method else rank):
         if is_quantised:
             draft.warnings.append(f"{four_bits}: not offered without adapters; weights would be stored unquantised")
@@ -122,7 +128,8 @@ _LAYER = re.compile(r"DecoderLayer$|(?<!Moe)(?<!MoE)(?<!MOE)Block$")
 
 def units(draft: Draft) -> None:
     """``fsdp.unit`` with ``min_params`` and ``unit_classes``: what FSDP1's wrap policy said."""
-    policy, least = draft.take("fsdp.unit"), draft.take("fsdp.min_params")
+    policy = draft.take("fsdp.unit")
+    least = draft.take("fsdp.min_params")
     number = max(0, as_int(least) or 0)
     # transformers' older field: a number alone means by size.
     unit = "size" if number else "layer"
@@ -184,7 +191,8 @@ def ignored_modules(draft: Draft) -> None:
 
 def offloaded_activations(draft: Draft) -> None:
     """``activation_checkpointing.offload``, which moves the inputs of checkpointed layers to the host."""
-    mode, to_host = "activation_checkpointing.mode", draft.take("activation_checkpointing.offload")
+    mode = "activation_checkpointing.mode"
+    to_host = draft.take("activation_checkpointing.offload")
     if as_bool(to_host) and draft.get(mode) != "full":
         more = 'and so mode = "full": what is kept for backward is each layer\'s input'
         draft.was(mode, Told("full", more, more), to_host)
@@ -193,7 +201,8 @@ def offloaded_activations(draft: Draft) -> None:
 
 def batches(draft: Draft) -> None:
     """``micro_batch_size`` (FSDP1's loops count per device) and ``global_batch_size`` (the whole job's)."""
-    key, default = "train.global_batch_size", draft.defaults.get("train.micro_batch_size", 1)
+    key = "train.global_batch_size"
+    default = draft.defaults.get("train.micro_batch_size", 1)
     slots = ("batch per device", key, "train.micro_batch_size", "accumulation")
     batch, whole, smaller, rounds = map(draft.take, slots)
     dp = max(1, draft.world_size // (draft.get("mesh.cp") or 1))
@@ -226,7 +235,8 @@ def batches(draft: Draft) -> None:
 
 def length(draft: Draft) -> None:
     """``train.steps`` or ``train.epochs``."""
-    steps, epochs = draft.take("train.steps"), draft.take("train.epochs")
+    steps = draft.take("train.steps")
+    epochs = draft.take("train.epochs")
     if (number := as_int(steps)) is not None and number > 0:
         draft.was("train.steps", number, steps)
     elif draft.get("data.format") != "synthetic" and (epochs or "train.epochs" in draft.defaults):
@@ -240,7 +250,8 @@ def length(draft: Draft) -> None:
 
 def clipping(draft: Draft) -> None:
     """``train.max_grad_norm``, from a number, or from a switch and a number."""
-    norm, clip = draft.take("train.max_grad_norm"), draft.take("clipping")
+    norm = draft.take("train.max_grad_norm")
+    clip = draft.take("clipping")
     if clip is not None and clip.is_switch:
         number = (as_float(norm) if norm else 1.0) if as_bool(clip) else 0.0
         draft.was("train.max_grad_norm", number, clip, norm)
@@ -263,7 +274,8 @@ def betas(draft: Draft) -> None:
 
 def weight_decay(draft: Draft) -> None:
     """``optimizer.weight_decay``: the file's, else the program's default, else that of torch's optimizer."""
-    key, field = "optimizer.weight_decay", draft.take("optimizer.weight_decay")
+    key = "optimizer.weight_decay"
+    field = draft.take("optimizer.weight_decay")
     draft.was(key, as_float(field), field, note="not of norms and biases")
     named = draft.take("optimizer.name")
     kind = named.word if named is not None else "adamw"
@@ -277,8 +289,11 @@ def weight_decay(draft: Draft) -> None:
 
 def warmup(draft: Draft) -> None:
     """``lr_schedule.warmup_steps`` or ``warmup_ratio``."""
-    key, share_key, steps = "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio", draft.get("train.steps")
-    number, ratio = draft.take(key), draft.take(share_key)
+    key = "lr_schedule.warmup_steps"
+    share_key = "lr_schedule.warmup_ratio"
+    steps = draft.get("train.steps")
+    number = draft.take(key)
+    ratio = draft.take(share_key)
     if (as_float(number) or 0) >= 1:
         draft.was(key, as_int(number), number)
     elif (share := ratio or number) is not None:
@@ -316,7 +331,8 @@ def evaluation(draft: Draft) -> None:
 
 def checkpoints(draft: Draft) -> None:
     """``checkpoint.every``, in steps."""
-    every, when = draft.take("checkpoint.every"), draft.take("save strategy")
+    every = draft.take("checkpoint.every")
+    when = draft.take("save strategy")
     if every is not None and not (when and when.word in ("no", "epoch")):
         number = as_int(every)
         draft.was("checkpoint.every", None if number is None or number < 0 else number, every)
@@ -324,7 +340,8 @@ def checkpoints(draft: Draft) -> None:
 
 def wandb(draft: Draft) -> None:
     """``wandb.mode``; if no field says it, a project turns it on."""
-    report, use = draft.take("reports"), draft.take("wandb.mode")
+    report = draft.take("reports")
+    use = draft.take("wandb.mode")
     names = {one.word for one in as_parts(report)}
     is_wanted = as_bool(use) if use else bool({"wandb", "all"} & names) if report else bool(draft.get("wandb.project"))
     draft.was("wandb.mode", "auto" if is_wanted else "disabled", use or report)

@@ -12,6 +12,9 @@ from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import TABLE, Field, read_fields
 from fsdp2kit.migrate.values import READERS, as_bool, as_int, as_word, told
 
+_RULES = {**vars(rules), **vars(of_data)}
+"""The functions that rows of fields.toml name with `rule`."""
+
 
 def translate(
     source: Path, *, toml: str, world_size: int | None = None, model: str | None = None, data: str | None = None
@@ -36,7 +39,7 @@ def translate(
     draft = Draft(fields, source=source.name, path=toml)
     for row in TABLE["rows"]:
         if "rule" in row:
-            (getattr(of_data, row["rule"], None) or getattr(rules, row["rule"]))(draft)
+            _RULES[row["rule"]](draft)
         else:
             _write(draft, row)
     draft.fill("run.dir", f"runs/{source.stem}")

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from fsdp2kit.console import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
-from fsdp2kit.overlap.report import Report
+from fsdp2kit.overlap.report import OverlapReport
 from fsdp2kit.overlap.split import MS, Activity, Split
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MOST_RANKS = 8
 
 
-def renderables(report: Report, *, most_units: int) -> Iterator[RenderableType]:
+def renderables(report: OverlapReport, *, most_units: int) -> Iterator[RenderableType]:
     """The parts of the page, from top to bottom.
 
     Args:
@@ -43,7 +43,7 @@ def renderables(report: Report, *, most_units: int) -> Iterator[RenderableType]:
         yield Text(f"  {one}")
 
 
-def _steps(report: Report) -> Table:
+def _steps(report: OverlapReport) -> Table:
     """A row for every step and rank, and their mean; of many ranks, the slowest alone."""
     caption = "ms; step = compute only + overlapped + exposed + idle; waiting is part of exposed"
     table = Table(caption=caption, caption_justify="left")
@@ -123,7 +123,8 @@ def draw_timeline(traces: Sequence[RankTrace], *, step: int, out: Path, title: s
 def _draw_rank(axes: Any, trace: RankTrace, step: Step, *, top: float) -> None:
     """One band: [top − 1, top], compute in its upper lane, communication in its lower."""
     seen = Activity(trace, step)
-    upper, lower = (top - 0.47, 0.36), (top - 0.89, 0.36)
+    upper = (top - 0.47, 0.36)
+    lower = (top - 0.89, 0.36)
     parts = (
         (seen.computing, upper),
         (seen.communicating & seen.computing, lower),

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 Interval = tuple[int, int]
 """Start and end in nanoseconds, the end excluded."""
 
-FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+OTHER = "other"
 ROOT = "(root)"
 """The unit of everything that no layer's unit holds."""
 NO_UNIT = ""
@@ -117,7 +120,7 @@ _UNNAMED = {"root_pre_forward", "root_post_backward_callback"}
 _UNNAMED |= {"inputs_to_device", "cast_forward_inputs", "cast_forward_outputs"}
 
 
-class Host:
+class HostTimeline:
     """Where in the program the host was.
 
     Args:
@@ -170,9 +173,11 @@ def _turns(marks: Iterable[Event]) -> list[tuple[int, tuple[str, str]]]:
         unit = mark.args.get("unit", NO_UNIT)
         match edge, mark.name:
             case "begin", "root_pre_forward":
-                phase, running = FORWARD, []  # whatever was left open is over
+                phase = FORWARD  # whatever was left open is over
+                running = []
             case "end", "root_post_backward_callback":
-                phase, running = OTHER, []
+                phase = OTHER
+                running = []
             case "begin", "pre_forward" | "pre_backward":
                 running.insert(0, unit)
             case "end", "post_forward" | "post_backward_reshard" if unit in running:
@@ -206,7 +211,7 @@ DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep|multimem_|(?:one|two)_shot_all_reduce", re.IGNORECASE)
 
 
-def read_kernels(events: Sequence[Event], host: Host) -> Findings:
+def read_kernels(events: Sequence[Event], host: HostTimeline) -> Findings:
     """What ran on the device.
 
     A kernel that does not communicate computes, and so does a copy within the device. A copy from or to the host is
@@ -249,7 +254,7 @@ _NOT_OPERATORS = ("autograd::", "torch::autograd::", "profiler::", "FSDP::", *_C
 _COMPILED = "## Call CompiledFxGraph"  # generated code runs here, and records no operators
 
 
-def read_threads(events: Sequence[Event], host: Host, *, main: Any) -> Findings:
+def read_threads(events: Sequence[Event], host: HostTimeline, *, main: Any) -> Findings:
     """What the training threads computed, and gloo's collectives beside them.
 
     Args:
@@ -291,7 +296,7 @@ def _computing(events: Sequence[Event]) -> Iterator[Interval]:
             yield start, end
 
 
-def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host) -> list[Collective]:
+def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: HostTimeline) -> list[Collective]:
     """Each call (``c10d::_allgather_base_``) with its run on a thread of gloo's (``gloo:all_gather``).
 
     Only their order links the two, since gloo takes calls in turn: the first call of a kind has the first run of that
@@ -312,6 +317,7 @@ def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host)
         while queue and queue[0].start < call.start:
             queue.pop(0)
         start, end = (queue[0].start, queue.pop(0).end) if queue else (call.end, call.end)
-        scope, setup = host.scope(call.thread, call.start), (call.start, call.end)
+        scope = host.scope(call.thread, call.start)
+        setup = (call.start, call.end)
         collectives.append(Collective(kind, start, end, scope, issued=call.start, setup=setup))
     return collectives

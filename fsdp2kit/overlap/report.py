@@ -17,7 +17,9 @@ from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces
 
 # The smallest shares of the step at which exposed time, waiting and idling are worth advice.
-EXPOSED, WAITING, IDLE = 0.03, 0.05, 0.25
+EXPOSED = 0.03
+WAITING = 0.05
+IDLE = 0.25
 # One rank is the slow one if it waits less than this part of what the others wait.
 ONE_IS_BEHIND = 0.5
 
@@ -64,7 +66,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class OverlapReport:
     """The report of one run's traces."""
 
     path: str
@@ -107,7 +109,7 @@ def _split_json(split: Split) -> dict[str, Any]:
     }
 
 
-def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) -> Report:
+def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) -> OverlapReport:
     """Read the traces of a run directory, a ``trace`` directory or a file, and split every step of every rank.
 
     Args:
@@ -131,9 +133,10 @@ def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) ->
             by_rank.setdefault(rank, []).append(split)
     means = mean_of([split for splits in by_rank.values() for split in splits])
     waiting = {rank: mean_of(splits).waiting for rank, splits in by_rank.items()}
-    world_size, device = max(trace.world_size for trace in traces), traces[0].device
+    world_size = max(trace.world_size for trace in traces)
+    device = traces[0].device
     settings = read_settings(path, world_size=world_size)
-    return Report(
+    return OverlapReport(
         path=str(path),
         device=device,
         world_size=world_size,
@@ -151,7 +154,8 @@ def read_settings(path: Path, *, world_size: int = 1) -> Settings:
     file = next((file for at in (folder, above) if (file := at / "config.toml").is_file()), None)
     try:
         config = tomli.loads(read_text(file)) if file else {}
-        train, cp = config.get("train", {}), config.get("mesh", {}).get("cp", 1)
+        train = config.get("train", {})
+        cp = config.get("mesh", {}).get("cp", 1)
         size = train.get("micro_batch_size", 1)
         count = train.get("global_batch_size", 1) * cp // (world_size * size)
         return Settings(FSDPConfig.model_validate(config.get("fsdp", {})), size, max(1, count))
@@ -188,7 +192,8 @@ def _waiting(mean: Split, by_rank: Mapping[int, float | None]) -> Iterator[Advic
 
 def _settings(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
     """Settings that hide communication or reduce it, and one for a slow host."""
-    fsdp, exposed = settings.fsdp, mean.collectives
+    fsdp = settings.fsdp
+    exposed = mean.collectives
     gathers = {phase: exposed.get(("all_gather", phase), 0.0) for phase in (FORWARD, BACKWARD)}
     reductions = sum(exposed.get((kind, BACKWARD), 0.0) for kind in ("reduce_scatter", "all_reduce"))
     visible = EXPOSED * mean.duration

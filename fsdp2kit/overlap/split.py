@@ -62,7 +62,8 @@ class Activity:
     """What a rank did in each cell of a step."""
 
     def __init__(self, trace: RankTrace, step: Step) -> None:
-        begin, end = step.start, step.end
+        begin = step.start
+        end = step.end
         self.collectives = [
             one for one in trace.collectives if any(max(begin, a) < min(end, b) for a, b in one.intervals)
         ]

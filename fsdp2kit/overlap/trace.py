@@ -17,7 +17,7 @@ from fsdp2kit.overlap.events import (
     DEVICE_CATEGORIES,
     Collective,
     Event,
-    Host,
+    HostTimeline,
     Interval,
     read_kernels,
     read_threads,
@@ -98,7 +98,7 @@ def read_trace(path: Path) -> RankTrace:
     """One rank's trace."""
     content = _load(path)
     events = _events(content["traceEvents"], path)
-    host = Host([event for event in events if event.category in ("cpu_op", "user_annotation")])
+    host = HostTimeline([event for event in events if event.category in ("cpu_op", "user_annotation")])
     first_step = _number_in(content, "fsdp2kit", "first_step", 0, path)
     steps, main = _steps(events, first=first_step)
     named = re.search(r"(\d+)", path.name)
@@ -150,7 +150,8 @@ def _events(raw: list[Any], path: Path) -> list[Event]:
             end = start + round(float(entry["dur"]) * 1000)
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(str(path), f"has an event without a time ({str(entry)[:80]})", _AGAIN) from None
-        name, category = str(entry.get("name", "")), str(entry.get("cat", ""))
+        name = str(entry.get("name", ""))
+        category = str(entry.get("cat", ""))
         args = entry.get("args")
         events.append(Event(name, category, entry.get("tid"), start, end, args if isinstance(args, dict) else {}))
     return events

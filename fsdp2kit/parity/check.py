@@ -40,7 +40,7 @@ COMPARED = ("loss", "grad_norm", "gradients", "logits")
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantResult:
     """A variant's verdict."""
 
     variant: Variant
@@ -69,19 +69,20 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reference:
+class Expected:
     """Plain transformers' numbers in float32, and how far off a variant may be."""
 
     exact: Numbers
     bounds: dict[str, dict[str, float]]
     """By dtype and by what is compared."""
 
-    def compare(self, variant: Variant, found: Numbers) -> Row:
+    def compare(self, variant: Variant, found: Numbers) -> VariantResult:
         """The variant's verdict."""
-        differences, bounds = found.differences(self.exact), self.bounds[variant.dtype]
+        differences = found.differences(self.exact)
+        bounds = self.bounds[variant.dtype]
         if all(differences[name] <= bounds[name] for name in COMPARED):
-            return Row(variant, "ok", differences, bounds)
-        return Row(variant, "miss", differences, bounds, self._first_divergence(found, bounds))
+            return VariantResult(variant, "ok", differences, bounds)
+        return VariantResult(variant, "miss", differences, bounds, self._first_divergence(found, bounds))
 
     def _first_divergence(self, found: Numbers, bounds: dict[str, float]) -> str:
         """The first layer in forward whose output is off; if none is, the first in backward whose gradient is."""
@@ -98,7 +99,7 @@ class Reference:
         return f"{agrees} {', '.join(names)}" if names else "every layer's output and every gradient agree"
 
 
-def check_parity(config: TrainingConfig, *, world: World, full: bool = False) -> list[Row]:
+def check_parity(config: TrainingConfig, *, world: World, full: bool = False) -> list[VariantResult]:
     """Compare every variant of ``config`` with plain transformers on rank 0. Collective.
 
     Args:
@@ -113,8 +114,8 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
     length = config.data.seq_len if full else scaled_down_length(world.size)
     with TemporaryDirectory(ignore_cleanup_errors=True) if world.is_main else nullcontext("") as mine:
         model = Path(gather_objects(mine)[0])  # every rank of this machine knows it
-        reference: Reference | None = None
-        rows: list[Row] = []
+        reference: Expected | None = None
+        rows: list[VariantResult] = []
         with agreement():
             hf_config = load_hf_config(config.model)
             vocabulary = min(hf_config.get_text_config().vocab_size, 10_000) if full else 128
@@ -133,7 +134,7 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
             try:
                 sharded = Sharded(ours, world=world, traits=traits)
             except UserError as problem:  # every rank sees the same model and mesh, so every rank is refused
-                rows.append(Row(variant, "refused", note=str(problem)))
+                rows.append(VariantResult(variant, "refused", note=str(problem)))
                 continue
             traits = sharded.traits
             logits, states = sharded.forward(row, document=document)
@@ -143,7 +144,7 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
         return rows
 
 
-def _run_reference(model: Path, batches: list[Rows], *, dtype: str, alone: bool) -> Reference:
+def _run_reference(model: Path, batches: list[Rows], *, dtype: str, alone: bool) -> Expected:
     """The plain loop in float32, and the bounds for float32 and for ``dtype``.
 
     float32: max(1e-5, 3 × the difference that another micro-batch size makes), at most 1e-3. Another dtype:
@@ -168,7 +169,7 @@ def _run_reference(model: Path, batches: list[Rows], *, dtype: str, alone: bool)
     by_dtype = {"float32": bounds((1, rows // 2), "float32", CEILING)}
     if dtype != "float32":
         by_dtype[dtype] = bounds((1, rows), dtype, float("inf"))
-    return Reference(exact, by_dtype)
+    return Expected(exact, by_dtype)
 
 
 def _probe_row(batches: list[Rows]) -> tuple[Rows, range]:

@@ -25,7 +25,7 @@ from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import train_loop
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.run import Run
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
@@ -95,9 +95,11 @@ class Sharded:
 
     def start(self, total_steps: int, *, metrics: Path | None = None) -> None:
         """Build the optimizer, the schedule and the metrics; these also go to a file if ``metrics`` is given."""
-        config, mesh, on_host = self.config, self.mesh, self.config.fsdp.offload == "optimizer"
+        config = self.config
+        mesh = self.mesh
+        on_host = config.fsdp.offload == "optimizer"
         self.records: list[dict[str, Any]] = []
-        """A record of every step that `train` has made."""
+        """A record of every step that `train_loop` has made."""
         self._optimizer = build_optimizer(config.optimizer, self.model, state_on_host=on_host)
         self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
         throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
@@ -106,12 +108,13 @@ class Sharded:
     def train(self, batches: Any, *, steps: int | None = None) -> None:
         """Our loop, after `start`: so many steps more, or to the config's last."""
         self._run.total_steps = None if steps is None else self._run.progress.step + steps
-        train(self._run, self.model, self._optimizer, self._schedule, batches, objective=cross_entropy)
+        train_loop(self._run, self.model, self._optimizer, self._schedule, batches, objective=cross_entropy)
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
         """The first batch's gradients before clipping, and the curves of the whole run. Rank 0 keeps the gradients."""
         self.start(len(batches))
-        micro_batch_size, mesh = self.config.train.micro_batch_size, self.mesh
+        micro_batch_size = self.config.train.micro_batch_size
+        mesh = self.mesh
         dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
         first = next_batch(dealt, 0, mesh=mesh)
         fsdp = self.config.fsdp

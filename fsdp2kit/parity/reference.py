@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 from fsdp2kit.data.loader import Batch, batch_of
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.hf_config import trained_config
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import RECURRENT_KINDS
 from fsdp2kit.weights.modules import cast_model
@@ -68,7 +69,8 @@ def make_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
     """
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, vocabulary, (rows, length))
-    labels, positions = np.full((rows, length), IGNORE), np.zeros((rows, length), dtype=np.int64)
+    labels = np.full((rows, length), IGNORE)
+    positions = np.zeros((rows, length), dtype=np.int64)
     for row in range(rows):
         start = 0
         while start < length:
@@ -218,7 +220,7 @@ def _logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype) -> Tensor
 
 def _carries_state(model: PreTrainedModel) -> bool:
     """Whether a layer is more than attention: position ids alone do not keep packed documents apart in it."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = value_of(model.config.get_text_config(), "layer_types") or ()
     return bool(RECURRENT_KINDS & set(kinds))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import load_plain_text
-from fsdp2kit.model.inspect import shrink_config
+from fsdp2kit.model.inspect import shrink_config, value_of
 from fsdp2kit.parity.reference import Rows
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -147,9 +147,10 @@ def _random_model(config: PretrainedConfig) -> Any:
 
 def _keep_position_limits(small: PretrainedConfig, config: PretrainedConfig, *, seq_len: int, length: int) -> None:
     """Keep rows beyond a limit of positions beyond it, so that the copy does what the model does there."""
-    text, original = small.get_text_config(), config.get_text_config()
+    text = small.get_text_config()
+    original = config.get_text_config()
     for name in ("max_position_embeddings", "original_max_position_embeddings"):
-        if seq_len > (getattr(original, name, None) or seq_len):
+        if seq_len > (value_of(original, name) or seq_len):
             setattr(text, name, length // 2)
-        if seq_len > ((getattr(original, "rope_parameters", None) or {}).get(name) or seq_len):
+        if seq_len > ((value_of(original, "rope_parameters") or {}).get(name) or seq_len):
             text.rope_parameters[name] = length // 2

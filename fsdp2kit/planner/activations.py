@@ -74,7 +74,8 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
         name: module for name, module in layer.named_modules() if next(module.parameters(), None) is not None
     }
     linear = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    norms, of_heads = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.q_norm", "self_attn.k_norm"}
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    of_heads = {"self_attn.q_norm", "self_attn.k_norm"}
     names = set(parts) - {"", "self_attn", "mlp"}
     if names not in (linear | norms, linear | norms | of_heads):
         return None
@@ -83,14 +84,16 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
     # transformers repeats code: equal instructions compute the same.
     alike = {**dict.fromkeys(names - linear, LlamaRMSNorm), "mlp": LlamaMLP}
     for name, like in alike.items():
-        code, other = type(parts[name]).forward.__code__, like.forward.__code__
+        code = type(parts[name]).forward.__code__
+        other = like.forward.__code__
         if (code.co_code, code.co_names) != (other.co_code, other.co_names):
             return None
     queries, keys, values = (parts[f"self_attn.{name}_proj"].out_features for name in "qkv")
-    width = getattr(parts["self_attn"], "head_dim", None)
+    width = vars(parts["self_attn"]).get("head_dim")
     if not width or values != keys:
         return None
-    gate, normed = parts["mlp.gate_proj"], queries + keys if of_heads <= names else 0
+    gate = parts["mlp.gate_proj"]
+    normed = queries + keys if of_heads <= names else 0
     return BlockShape(gate.in_features, queries, keys, queries // width, gate.out_features, normed)
 
 
@@ -100,16 +103,25 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     Args:
         checkpointed: whether this layer is one of those that ``activation_checkpointing`` is applied to.
     """
-    section, c = plan.activation_checkpointing, item_bytes(plan.fsdp.param_dtype)
-    h, i, q, kv = shape.hidden, shape.intermediate, shape.queries, 2 * shape.keys
-    cp, method = plan.sizes.cp, plan.attention.method
-    own_q, own_kv, heads = q, kv, shape.heads
+    section = plan.activation_checkpointing
+    c = item_bytes(plan.fsdp.param_dtype)
+    h = shape.hidden
+    i = shape.intermediate
+    q = shape.queries
+    kv = 2 * shape.keys
+    cp = plan.sizes.cp
+    method = plan.attention.method
+    own_q = q
+    own_kv = kv
+    heads = shape.heads
     if method == "ulysses":
         # The heads of the rank with the most of them, over the whole sequence.
         shares = share_heads(shape.heads, shape.keys * shape.heads // q, cp)
-        share, width = max(shares, key=lambda share: len(share.query) + 2 * len(share.key)), q // shape.heads * cp
+        share = max(shares, key=lambda share: len(share.query) + 2 * len(share.key))
+        width = q // shape.heads * cp
         heads = cp * len(share.query)
-        own_q, own_kv = width * len(share.query), 2 * width * len(share.key if share.groups else share.query)
+        own_q = width * len(share.query)
+        own_kv = 2 * width * len(share.key if share.groups else share.query)
     out = c * own_q + LSE_BYTES * heads
     attended = c * (own_q + own_kv) + out
     if method == "ulysses":  # the result comes back in a new tensor
@@ -117,14 +129,17 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     # A norm keeps its float32 input and what it divided; its output is kept as the input of linear layers.
     norms = 2 * (4 + c) * h + 2 * c * h + (4 + c) * shape.norms_of_heads
     everything = norms + attended + 4 * c * i  # gate, its activation, up, their product
-    kept, on_host, recomputed = everything, 0, 0
+    kept = everything
+    on_host = 0
+    recomputed = 0
     if checkpointed and section.mode != "none":
         kept = c * h  # the layer's input
         if section.mode == "selective":  # results of all matmuls with weights, and of attention
             kept += c * (q + kv + h) + out + c * (2 * i + h)
         recomputed = everything + c * h + (c * h if section.mode == "selective" else 0) - kept
         if section.mode == "full" and section.offload and plan.device_type != "cpu":
-            kept, on_host = 0, c * h
+            kept = 0
+            on_host = c * h
     exchange_forward, exchange_backward = _exchange(method, c * kv, 4 * kv, c * q, cp=cp)
     own_kernel = plan.attention.kernel == VARLEN
     # Our kernel sums the blocks' results in float32.
@@ -133,7 +148,8 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     forward = 3 * c * i + 2 * c * h if kept < everything else c * h
     whole = kept + on_host + recomputed
     # From the last part of the layer to the first: each moment has fewer activations, and gradients of more weights.
-    of_mlp, of_output = 3 * c * h * i, c * h * q
+    of_mlp = 3 * c * h * i
+    of_output = c * h * q
     attention = max(0, whole - 4 * c * i - (4 + c) * h + c * q + kernel_backward + exchange_backward)
     last = (c * h if recomputed else 0) + (4 + 2 * c) * h + norm_backward(c) * h
     moments = (

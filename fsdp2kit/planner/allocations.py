@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.job.distributed import local_part
-from fsdp2kit.torch_compat import FakeTensorMode, TorchDispatchMode, tree_leaves
+from fsdp2kit.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 
@@ -27,6 +27,11 @@ class Allocation:
 
 Snapshot = list[tuple[Allocation, int]]
 """What was allocated at one moment, with its bytes then."""
+
+
+def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """The mode that a fake tensor belongs to; None for a real one."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 class Allocations(TorchDispatchMode):
@@ -51,7 +56,7 @@ class Allocations(TorchDispatchMode):
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
+            if isinstance(leaf, Tensor) and _mode_of(leaf) is self._fake:
                 self._see(leaf)
         return result
 
@@ -67,8 +72,10 @@ class Allocations(TorchDispatchMode):
 
     def start(self) -> None:
         """Forget the peak."""
-        self._highest, self._peak = self._total, 0
-        self._at_start, self._changes = self.snapshot(), []
+        self._highest = self._total
+        self._peak = 0
+        self._at_start = self.snapshot()
+        self._changes = []
 
     def peak(self) -> Snapshot:
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
@@ -98,7 +105,8 @@ class Allocations(TorchDispatchMode):
         allocation.bytes = size
         self._changes.append((allocation, size))
         if self._total > self._highest:
-            self._highest, self._peak = self._total, len(self._changes)
+            self._highest = self._total
+            self._peak = len(self._changes)
 
 
 def by_category(snapshot: Snapshot) -> Counter[str]:

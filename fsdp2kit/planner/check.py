@@ -38,7 +38,10 @@ def check_offline(
         UserError: what `build_model`, `plan_parallel`, the run directory or the data would refuse.
     """
     layout = Layout(sizes, config.fsdp, node_names(sizes.world_size, local_world_size))
-    lines, unchecked, model, plan = [str(sizes)], [], None, None
+    lines = [str(sizes)]
+    unchecked = []
+    model = None
+    plan = None
     try:
         load_hf_config(config.model, local_files_only=True)
     except UserError:
@@ -56,7 +59,8 @@ def check_offline(
         else:  # an id of the hub
             unchecked.append("model.adapter")
     lines = [*layout.draw(), *lines, *layout.warnings(), *try_places(config)]
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     if data.format not in ASKED:  # how long responses are is not known
         lines.append(
@@ -80,7 +84,8 @@ def check_offline(
 
 def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
     """The model on meta, and whether it has another attention because this machine lacks the flash attention."""
-    section, lora = config.model, config.lora
+    section = config.model
+    lora = config.lora
     try:
         return build_model(section, lora=lora, local_files_only=True), False
     except UserError:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.job.layout import Layout
 from fsdp2kit.model.flops import attention_layers
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
 from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
@@ -23,7 +24,7 @@ from fsdp2kit.planner.sizes import StepMemory
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Collectives of one kind for one unit in one phase of a step."""
 
     kind: str
@@ -44,15 +45,19 @@ class Collective:
 
 def collectives(
     config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, layout: Layout
-) -> list[Collective]:
+) -> list[PlannedCollective]:
     """Everything that a rank sends in a step that is not logged. Where ranks differ (uneven heads), it is rank 0.
 
     Tokens are taken to be routed evenly.
     """
-    fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
-    replicas, ep = step.replicas, step.plan.sizes.ep
+    fsdp = step.plan.fsdp
+    count = step.micro_batches
+    shards = step.shards
+    world = step.plan.sizes.world_size
+    replicas = step.replicas
+    ep = step.plan.sizes.ep
     reduces = count if fsdp.accumulates_shards else 1
-    found: list[Collective] = []
+    found: list[PlannedCollective] = []
     places: dict[tuple[str, int], tuple[str, int]] = {}
 
     def add(kind: str, dim: str, phase: str, unit: str, calls: int, sent: int, *, ranks: int) -> None:
@@ -60,13 +65,14 @@ def collectives(
             if (dim, ranks) not in places:
                 span = layout.span(ranks, apart={"replicate": shards, "expert shard": ep}.get(dim, 1))
                 places[dim, ranks] = "network" if span.crossing else "node", span.on_node
-            found.append(Collective(kind, dim, *places[dim, ranks], phase, unit, calls, sent))
+            found.append(PlannedCollective(kind, dim, *places[dim, ranks], phase, unit, calls, sent))
 
     frozen_so_far = True
     # In the order of forward. The root comes last: its final norm runs after all layers.
     for unit in [*step.units[1:], step.units[0]]:
         frozen_so_far = frozen_so_far and not unit.trained
-        dim, ranks = "expert shard" if unit.experts else "shard", unit.shards
+        dim = "expert shard" if unit.experts else "shard"
+        ranks = unit.shards
         calls = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
         sent = calls * ((ranks - 1) * unit.whole // ranks)
         add("all_gather", dim, "forward", unit.name, calls, sent, ranks=ranks)
@@ -85,7 +91,8 @@ def collectives(
     for exchange in _dispatches(step):
         add(*exchange, ranks=ep)
     # Single numbers of every step: what the batch is made of, the loss, the square of the gradients' norm.
-    numbers, losses = 10 + len(config.data.sources), 1 + len(config.data.sources)
+    numbers = 10 + len(config.data.sources)
+    losses = 1 + len(config.data.sources)
     add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
     add("all_reduce", "world", "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world, ranks=world)
     item = 8 if step.plan.device_type == "cpu" else 4  # a CPU sums the squares in float64
@@ -98,13 +105,15 @@ def _exchanges(
     model: PreTrainedModel, step: StepMemory, *, rows: int
 ) -> Iterator[tuple[str, str, str, str, int, int]]:
     """Context parallelism's; a layer that is recomputed exchanges again."""
-    cp, method, count = step.plan.sizes.cp, step.plan.attention.method, step.micro_batches
+    cp = step.plan.sizes.cp
+    method = step.plan.attention.method
+    count = step.micro_batches
     if method is None:
         return
     text = model.config.get_text_config()
     heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_heads = value_of(text, "num_key_value_heads") or heads
+    width = value_of(text, "head_dim") or text.hidden_size // heads
     forward, backward = bytes_sent(
         method, heads=heads, key_heads=key_heads, width=width, tokens=step.tokens, cp=cp, item=step.compute
     )
@@ -133,7 +142,8 @@ def _recurrent_exchanges(
     model: PreTrainedModel, step: StepMemory, name: str, *, rows: int, repeats: bool
 ) -> Iterator[tuple[str, str, str, str, int, int]]:
     """Those of a layer that carries a state: few tokens for the convolution, heads for the scan."""
-    cp, count = step.plan.sizes.cp, step.micro_batches
+    cp = step.plan.sizes.cp
+    count = step.micro_batches
     place: dict[str, int] = {
         "rows": rows,
         "tokens": step.tokens,
@@ -155,7 +165,8 @@ def _recurrent_exchanges(
 
 def _dispatches(step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:
     """What layers of experts send; one that is wholly recomputed sends its forward's again."""
-    section, count = step.plan.activation_checkpointing, step.micro_batches
+    section = step.plan.activation_checkpointing
+    count = step.micro_batches
     for number, (name, _) in enumerate(step.layers):
         if (dispatch := step.dispatch.get(name)) is None:
             continue

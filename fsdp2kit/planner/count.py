@@ -22,7 +22,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.flops import head_widths
-from fsdp2kit.model.inspect import backbone_name
+from fsdp2kit.model.inspect import backbone_name, value_of
 from fsdp2kit.model.layer_functions import use_no_kernels
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_attention
@@ -61,7 +61,8 @@ class _Bounded(TorchFunctionMode):
 
     def __init__(self, refusal: UserError) -> None:
         super().__init__()
-        self._refusal, self._calls = refusal, 0
+        self._refusal = refusal
+        self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
@@ -79,11 +80,13 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     kinds = _kinds_of(model)
     firsts = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     depth = max(firsts.values()) + 1
-    text, section = model.config.get_text_config(), plan.activation_checkpointing
+    text = model.config.get_text_config()
+    section = plan.activation_checkpointing
     modes = {"none": False, section.mode: True}
     counted = {mode: _count(config, model, plan, depth=depth, checkpointed=on) for mode, on in modes.items()}
     item = rank_tokens(config, plan) * item_bytes(plan.fsdp.param_dtype)
-    hidden, exchanged = item * int(text.hidden_size), 0
+    hidden = item * int(text.hidden_size)
+    exchanged = 0
     if plan.attention.method == "ulysses" and is_flash(plan.attention.kernel):
         # What comes back from the exchange is another tensor than what the kernel keeps.
         exchanged = item * text.num_attention_heads * head_widths(text)[1]
@@ -91,13 +94,15 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     for number, kind in enumerate(kinds):
         kept, forward, backward, gradients = counted["none"][firsts[kind]]
         kept += exchanged
-        recomputed, on_host = 0, 0
+        recomputed = 0
+        on_host = 0
         if section.mode != "none" and number % section.every == 0:
             everything = kept + hidden * (2 if section.mode == "selective" else 1)
             kept, forward, *_ = counted[section.mode][firsts[kind]]
             recomputed = max(0, everything - kept)
             if section.offload and plan.device_type != "cpu":
-                kept, on_host = kept - hidden, hidden
+                kept -= hidden
+                on_host = hidden
         begin = BackwardMemory("begin", kept + recomputed, 0)
         # The gradient of the layer's output was there before its backward began.
         peak = BackwardMemory("peak", kept + recomputed + backward + hidden, gradients)
@@ -108,7 +113,7 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
 def _kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
     """What tells one decoder layer's memory from another's, by layer."""
     layers = decoder_layers(model)
-    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    types = value_of(model.config.get_text_config(), "layer_types") or [""] * len(layers)
     # The first layer that learns hands on no gradient if all before it is frozen.
     modules = [model.get_input_embeddings(), *layers]
     trained = [any(parameter.requires_grad for parameter in module.parameters()) for module in modules]
@@ -171,7 +176,9 @@ def _count(
         allocations.mark([parameter.grad for parameter in small.parameters()], "gradients")
     found = []
     for number in range(depth):
-        (before, _), (kept, forward), more = entries[number], entries[number + 1], Counter[str]()
+        before, _ = entries[number]
+        kept, forward = entries[number + 1]
+        more = Counter[str]()
         end = len(layers) - number  # backward comes to the layers last to first
         if end < len(backwards):
             more = by_category(backwards[end][0])

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import size_text
 from fsdp2kit.job.layout import Layout
-from fsdp2kit.planner.communication import Collective, collectives
+from fsdp2kit.planner.communication import PlannedCollective, collectives
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device
 from fsdp2kit.planner.memory import step_moments
 from fsdp2kit.planner.sizes import StepMemory, step_memory
@@ -21,7 +21,7 @@ def price_crossings(
     config: TrainingConfig,
     model: PreTrainedModel,
     step: StepMemory,
-    sent: Sequence[Collective],
+    sent: Sequence[PlannedCollective],
     *,
     layout: Layout,
     device: Device | None,

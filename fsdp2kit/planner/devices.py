@@ -36,7 +36,8 @@ class Device:
 def _device(
     name: str, *, memory_gib: float, tb_s: float, node_gb_s: float, network_gbit_s: float, pcie_gb_s: float = 64
 ) -> Device:
-    peak, network = peak_flops_of(name), network_gbit_s / 8 * 1e9
+    peak = peak_flops_of(name)
+    network = network_gbit_s / 8 * 1e9
     return Device(name, int(memory_gib * GIB), peak, tb_s * 1e12, node_gb_s * 1e9, network, pcie_gb_s * 1e9)
 
 
@@ -91,7 +92,8 @@ def this_device(device: torch.device) -> Device | None:
     """
     if device.type != "cuda":
         return None
-    name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    name = torch.cuda.get_device_name(device)
+    memory = torch.cuda.get_device_properties(device).total_memory
     words = set(name.replace("-", " ").split())
     known = next((known for known in DEVICES.values() if words.issuperset(known.name.split())), DEVICES["h100"])
     return replace(known, name=name, memory=memory, peak_flops=peak_flops_of(name))

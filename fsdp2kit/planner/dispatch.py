@@ -24,8 +24,10 @@ from fsdp2kit.weights.experts import expert_weights, experts_per_token, find_exp
 
 IMBALANCE = 2
 """The load, beside that of an even routing, for which every plan says the memory."""
-COUNT_BYTES, WEIGHT_BYTES = 8, 4
-"""An exchange sends the first for each expert's count of pairs, the second for a pair's weight or its gradient."""
+COUNT_BYTES = 8
+"""What an exchange sends for each expert's count of pairs."""
+WEIGHT_BYTES = 4
+"""What an exchange sends for a pair's weight, or its gradient."""
 _NAME = "fsdp2kit_planned"  # in transformers' table of expert functions
 
 
@@ -94,7 +96,8 @@ def dispatches(model: PreTrainedModel, plan: ParallelPlan, *, tokens: int) -> di
             f"{plan.sizes.ep}, but the config of {type(model).__name__} does not say how many experts a token visits"
         )
         raise UserError("mesh.ep", f"{what}: its memory is not planned", "plan with mesh.ep = 1: an upper bound")
-    names, found = {layer: name for name, layer in model.named_modules()}, {}
+    names = {layer: name for name, layer in model.named_modules()}
+    found = {}
     for layer in decoder_layers(model):
         for module in find_experts(layer).values():
             up, down = _matrices(module)
@@ -119,7 +122,8 @@ def keeps_received(layer: LayerMemory, dispatch: Dispatch) -> bool:
 
 def with_load(layer: LayerMemory, dispatch: Dispatch, load: float = 1) -> LayerMemory:
     """A layer that was counted at an even routing, with what the operator holds inside, and under another load."""
-    more, is_kept = dispatch.kept(load) - dispatch.kept(), keeps_received(layer, dispatch)
+    more = dispatch.kept(load) - dispatch.kept()
+    is_kept = keeps_received(layer, dispatch)
     inside = BackwardMemory("experts", layer.kept + layer.kept_on_host + layer.recomputed, 0, dispatch.backward(load))
     return replace(
         layer,

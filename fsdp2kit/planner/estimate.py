@@ -18,7 +18,7 @@ from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory, rank_tokens
-from fsdp2kit.planner.communication import Collective, collectives
+from fsdp2kit.planner.communication import PlannedCollective, collectives
 from fsdp2kit.planner.crossing import price_crossings
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device, this_device
 from fsdp2kit.planner.dispatch import IMBALANCE, keeps_received
@@ -88,7 +88,7 @@ class Estimate:
     """Bytes of a rank's host memory by purpose, without the process itself."""
     disk: dict[str, int]
     """Bytes of one checkpoint, of all that are kept at once, and of the export."""
-    collectives: tuple[Collective, ...]
+    collectives: tuple[PlannedCollective, ...]
     reduction: ReductionPrice | None
     """None if it was not asked for, if there is one micro-batch, or if nothing is sharded."""
     dispatch: DispatchLoad | None
@@ -179,7 +179,8 @@ def plan_for(
     for key in config.models():
         what = f"the memory of {key}, a model beside the trained one, is not planned"
         raise UserError("recipe", what, 'plan recipe = "sft", and add that model\'s weights ÷ ranks')
-    known, key = {} if known is None else known, f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
+    known = {} if known is None else known
+    key = f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
     if key not in known:
         built = build_model(config.model, lora=config.lora, local_files_only=True)
         known[key] = built, inspect_model(built)
@@ -293,7 +294,8 @@ def _reduction(
     each = step.plan.fsdp.accumulates_shards
     section = step.plan.fsdp.model_copy(update={"reduce_every_micro_batch": not each})
     other = replace(step, plan=replace(step.plan, fsdp=section))
-    peaks, sent = [], []
+    peaks = []
+    sent = []
     for one in (step, other):
         peaks.append(max(moment.total for moment in step_moments(one)))
         sent.append(sum(each.sent for each in collectives(config, model, one, layout=layout)))
@@ -383,7 +385,8 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
 
 
 def _disk(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
-    plan, section = step.plan, config.checkpoint
+    plan = step.plan
+    section = config.checkpoint
     weights = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
     # With one rank's sizes: the padding of shards is not written.
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=step.storage))

@@ -151,11 +151,15 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
     # Under ZeRO-2 all units stay whole from the first micro-batch on.
     stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
     whole = sum(unit.whole for unit in step.units)
-    stops, kept = _stops(step), step.rotary
-    seen, last = 0, step.by_name[""].whole
+    stops = _stops(step)
+    kept = step.rotary
+    seen = 0
+    last = step.by_name[""].whole
     for number, (name, layer) in enumerate(stops):
-        (held, own), unit = _gathered(step, name), step.by_name.get(name)
-        before, last = last, own or last
+        held, own = _gathered(step, name)
+        unit = step.by_name.get(name)
+        before = last
+        last = own or last
         ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
         # A gather's flat buffer is kept until the next gather's parameters are copied out of theirs.
         buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
@@ -233,14 +237,16 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     sums_up = gradients > 0 and step.replicas == 1  # into shards of gradients that are there already
     stops = _stops(step)[::-1]
     kept = step.rotary + sum(layer.kept for _, layer in step.layers)
-    waiting, reduced = 0, base.pop("reduction buffers", 0)
+    waiting = 0
+    reduced = base.pop("reduction buffers", 0)
     # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
     adds_in_place = accumulated > 0 and step.reduce == step.compute
     for number, ((name, layer), gathered) in enumerate(zip(stops, _gathered_in_backward(step, stops), strict=True)):
         unit = step.by_name.get(name)
         now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
         now |= {"reduction buffers": reduced, **gathered}  # a buffer is kept until the next unit's reduction
-        new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
+        new = 0 if adds_in_place else _own_gradients(step, name)
+        rest = kept
         if number == 0:
             rest += head_activations(step)
             waiting, moments = _loss_backward(step, now, rest)
@@ -333,7 +339,9 @@ def _reduction(
         sums_up: whether that shard is added to one that is there.
         freed: whether the gradients are freed before the reduction begins.
     """
-    where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // unit.shards
+    where = unit.name or "root"
+    buffer = unit.trained * step.reduce
+    shard = unit.trained // unit.shards
     copied = {**now, "reduction buffers": buffer}
     if freed:
         yield Moment("backward", f"{where} (copied)", dict(copied))
@@ -352,7 +360,8 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     becomes = weight == gradient and not step.log_probs  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
-    after, loss = before + gradient - waits, (0 if becomes else weight) + waits
+    after = before + gradient - waits
+    loss = (0 if becomes else weight) + waits
     moments = []
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
         item = 4 if chunk_of_logits(step)[0] < step.tokens else step.compute
@@ -360,7 +369,9 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
         # Where nothing is cast or added to, what chunks add up to is the gradient.
         own = gradient if step.head and step.compute == 4 and not before else 0
         softmax, slope = slope_bytes(step, total)
-        hidden, after, loss = step.hidden_states, before + own, slope - own
+        hidden = step.hidden_states
+        after = before + own
+        loss = slope - own
         moments = [Moment("backward", "loss (softmax)", {**now, "loss": softmax, "activations": kept + 2 * hidden})]
     first = {
         **now,
@@ -390,7 +401,8 @@ def _experts_backward(
     sums_up: bool,
 ) -> Iterator[Moment]:
     """The backward of a layer's experts, which is its first part, and the reduction of their gradients."""
-    earlier, whole = now["unsharded gradients"], now["unsharded parameters"] + experts.whole
+    earlier = now["unsharded gradients"]
+    whole = now["unsharded parameters"] + experts.whole
     held = kept + layer.recomputed  # recomputation begins with the experts' backward
     if experts.shards > 1 and experts.gathered_again:
         gathered = {"unsharded parameters": whole + experts.reordered, "all-gather buffers": experts.whole}
@@ -420,7 +432,9 @@ def _layer_backward(
     kept: int,
     gradients: int,
 ) -> Iterator[Moment]:
-    unit, earlier, of_others = step.by_name.get(name), now["unsharded gradients"], kept - layer.kept
+    unit = step.by_name.get(name)
+    earlier = now["unsharded gradients"]
+    of_others = kept - layer.kept
     if step.shards > 1 and unit is not None and unit.gathered_again:
         # Copied out of its buffer, before the next one is gathered ahead.
         gathered = {"all-gather buffers": unit.whole, "activations": kept + step.hidden_states}

@@ -50,7 +50,8 @@ def figures(plan: Estimate) -> Iterator[str]:
     if plan.untimed:
         yield plan.untimed
     if plan.speed is not None:
-        slow, fast = plan.speed.low, plan.speed.high
+        slow = plan.speed.low
+        fast = plan.speed.high
         yield (
             f"a step: {in_range(fast.overlapped, slow.overlapped, '.2f')} s overlapped, "
             f"{in_range(fast.serial, slow.serial, '.2f')} s one after the other (compute "
@@ -229,7 +230,8 @@ def page(plan: Estimate, *, title: str, extra: Sequence[RenderableType] = ()) ->
     console = Console(record=True, width=140, file=io.StringIO())
     for part in [*renderables(plan), *extra]:
         console.print(part)
-    data, title = base64.b64encode(draw(plan, title=title)).decode(), html.escape(title)
+    data = base64.b64encode(draw(plan, title=title)).decode()
+    title = html.escape(title)
     return (
         f"<!doctype html><meta charset=utf-8><title>{title}</title>"
         f'<h1>{title}</h1><img src="data:image/png;base64,{data}" style="max-width:100%">'

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.model.flops import attention_layers, head_widths
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 from fsdp2kit.planner.activations import item_bytes, layers_memory
 from fsdp2kit.planner.memory import Moment
@@ -23,10 +24,11 @@ def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 
     the expanded keys and values, as transformers does.
     """
     config = model.config.get_text_config()
-    kinds, windows = layer_kinds(config), layer_windows(config)
+    kinds = layer_kinds(config)
+    windows = layer_windows(config)
     total = 0
     for number, layer in attention_layers(config).items():
-        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
+        heads = value_of(layer, "num_key_value_heads") or value_of(layer, "num_attention_heads")
         if heads:
             tokens = min(length, windows[kinds[number]] or length)
             total += -(-heads // tp) * sum(head_widths(layer)) * tokens

@@ -38,7 +38,8 @@ class Option:
 
 def options(config: TrainingConfig) -> list[Option]:
     """The changes that a config has not made yet, the cheapest first. Only ``optimizer.name`` changes numbers."""
-    fsdp, section = config.fsdp, config.activation_checkpointing
+    fsdp = config.fsdp
+    section = config.activation_checkpointing
     found: list[Option] = []
 
     def add(saves: str, values: Values, words: str = "", note: str = "", of_mixtures: bool = False) -> None:
@@ -164,7 +165,8 @@ class Search:
                     fewer = [other for other in changes if other is not option]
                     without = self._on_more_ranks(fewer, factor)
                     if without is not None and without.estimate.fits:
-                        changes, found = fewer, without
+                        changes = fewer
+                        found = without
                 return [found]
         return []
 
@@ -183,7 +185,8 @@ class Search:
 
         The config's mesh sizes stay at its own cp, its options of checkpointing in modes that take them.
         """
-        given, own_cp = self.config.activation_checkpointing, self.config.mesh.cp
+        given = self.config.activation_checkpointing
+        own_cp = self.config.mesh.cp
         micros = sorted({1, 2, 4, self.config.train.micro_batch_size})
         modes = ("none", "selective", "full")
         for cp, mode, micro in itertools.product(sorted({1, 2, 4, 8, 16, own_cp}), modes, micros):
@@ -219,15 +222,19 @@ class Search:
         def at(length: int) -> Candidate | None:
             return self.attempt({"data.seq_len": length * step})
 
-        low, best = 0, None
+        low = 0
+        best = None
         high = max(1, self.config.data.seq_len // step)
         while (candidate := at(high)) and candidate.estimate.fits and high * step <= most:
-            best, low, high = candidate, high, 2 * high
+            best = candidate
+            low = high
+            high = 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             candidate = at(middle)
             if candidate is not None and candidate.estimate.fits:
-                best, low = candidate, middle
+                best = candidate
+                low = middle
             elif candidate is not None or best is not None:
                 high = middle
             else:
@@ -236,7 +243,8 @@ class Search:
 
     def _on_more_ranks(self, changes: Sequence[Option], factor: int) -> Candidate | None:
         """``changes`` on ``factor`` times the ranks, if need be with as many times the global batch."""
-        values, ranks = self._new(_merged(changes)), self.world_size * factor
+        values = self._new(_merged(changes))
+        ranks = self.world_size * factor
         if factor == 1:
             return self.attempt(values)
         values["mesh.dp_shard"] = "auto"
@@ -251,7 +259,8 @@ class Search:
                 found = self.attempt(_merged([*taken, option]))
                 if found is None or found.estimate.needed >= needed:
                     continue
-                taken, needed = [*taken, option], found.estimate.needed
+                taken = [*taken, option]
+                needed = found.estimate.needed
                 if found.estimate.fits:
                     return taken
                 break
@@ -276,7 +285,7 @@ class Search:
         found: Values = {}
         for key, value in values.items():
             section, _, name = key.partition(".")
-            own = getattr(getattr(self.config, section), name, None)
+            own = dict(getattr(self.config, section)).get(name)
             if type(own) is not type(value) or own != value:
                 found[key] = value
         return found

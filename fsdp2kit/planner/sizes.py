@@ -14,6 +14,7 @@ from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
 from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.optim.build import state_sizes, update_bytes
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, parameters_by_unit
@@ -100,7 +101,8 @@ def _held(name: str, parameter: nn.Parameter, unit: Unit, plan: ParallelPlan, sh
 
 def held_by_parameter(model: PreTrainedModel, plan: ParallelPlan) -> dict[nn.Parameter, int]:
     """Elements of a rank's shard of each parameter that is not sharded by rows, or over fewer ranks."""
-    found, names = {}, {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     ranks = shard_ranks(plan.fsdp, plan.sizes)
     for unit in plan.units:
         inside = (
@@ -113,8 +115,10 @@ def held_by_parameter(model: PreTrainedModel, plan: ParallelPlan) -> dict[nn.Par
 
 def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     """The plan's units in its order, the root first."""
-    ranks, storage = shard_ranks(plan.fsdp, plan.sizes), item_bytes(plan.fsdp.storage_dtype)
-    units, kept = [unit.name for unit in plan.units], {name: unit.name for unit in plan.units for name in unit.kept}
+    ranks = shard_ranks(plan.fsdp, plan.sizes)
+    storage = item_bytes(plan.fsdp.storage_dtype)
+    units = [unit.name for unit in plan.units]
+    kept = {name: unit.name for unit in plan.units for name in unit.kept}
     inside = parameters_by_unit(model, units, ignored=ignored_modules(plan.fsdp, model), kept=kept)
     names = {parameter: name for name, parameter in model.named_parameters()}
     layouts = {} if plan.nf4 is None else plan.nf4.layouts(model)
@@ -122,7 +126,8 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     in_4_bits = {one: padded_elements(layout.parameter(one.device), ranks) for one, layout in layouts.items()}
     sizes = []
     for unit in plan.units:
-        item, shards = item_bytes(unit.param_dtype), ranks // plan.sizes.ep if unit.experts else ranks
+        item = item_bytes(unit.param_dtype)
+        shards = ranks // plan.sizes.ep if unit.experts else ranks
         updated = item if unit.kept else storage  # parameters that stay in float32 are stored in float32
         held = {one: _held(names[one], one, unit, plan, shards) for one in inside[unit.name]}
         trained = {parameter: size for parameter, size in held.items() if parameter.requires_grad}
@@ -235,11 +240,15 @@ def step_memory(
     """
     names = {module: name for name, module in model.named_modules()}
     tokens = rank_tokens(config, plan)
-    blocks, head, embedding = decoder_layers(model), model.get_output_embeddings(), model.get_input_embeddings()
-    compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
+    blocks = decoder_layers(model)
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    compute = item_bytes(plan.fsdp.param_dtype)
+    storage = item_bytes(plan.fsdp.storage_dtype)
     text = model.config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
-    units, shards = unit_sizes(model, plan), shard_ranks(plan.fsdp, plan.sizes)
+    width = value_of(text, "head_dim") or text.hidden_size // (value_of(text, "num_attention_heads") or 1)
+    units = unit_sizes(model, plan)
+    shards = shard_ranks(plan.fsdp, plan.sizes)
     ignored = plan.ignored_parameters * compute
     needs = config.needs(config)
     beside = dict(needs.beside)
@@ -257,7 +266,7 @@ def step_memory(
         hidden=head.weight.shape[1],
         vocabulary=head.weight.shape[0],
         head_trained=head.weight.requires_grad,
-        caps_logits=any(getattr(text, key, None) for key in _SOFT_CAPS),
+        caps_logits=any(value_of(text, key) for key in _SOFT_CAPS),
         norm_trained=any(parameter.requires_grad for parameter in model.parameters() if parameter not in elsewhere),
         tokens=tokens,
         rotary=2 * tokens * width * compute,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.flops import flops_per_batch
-from fsdp2kit.planner.communication import Collective
+from fsdp2kit.planner.communication import PlannedCollective
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.sizes import StepMemory
 from fsdp2kit.weights.experts import is_mixture
@@ -92,10 +92,12 @@ def published_share(config: TrainingConfig, model: PreTrainedModel, device: Devi
 
 
 def own_share(
-    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, *, mfu: float
+    config: TrainingConfig, step: StepMemory, sent: Sequence[PlannedCollective], device: Device, *, mfu: float
 ) -> PeakShare:
     """The share with which the planned step, with communication and recomputation, has the measured ``mfu``."""
-    waits, low, high = _waits(step, sent, device), 0.0, 1.0
+    waits = _waits(step, sent, device)
+    low = 0.0
+    high = 1.0
     most = _pace(config, step, waits, device, high).mfu
     if most < mfu:
         what = f"{mfu:.0%} cannot be: at the device's whole peak this plan's step has an MFU of {most:.0%}"
@@ -147,7 +149,7 @@ def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None)
 
 
 def estimate_speed(
-    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, share: PeakShare
+    config: TrainingConfig, step: StepMemory, sent: Sequence[PlannedCollective], device: Device, share: PeakShare
 ) -> Speed:
     """Time of a step of full rows of one document each; `why_untimed` must have given None."""
     assert device.peak_flops is not None, "a device whose peak is known"
@@ -171,7 +173,7 @@ def estimate_speed(
     )
 
 
-def _waits(step: StepMemory, sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], float]:
+def _waits(step: StepMemory, sent: Sequence[PlannedCollective], device: Device) -> dict[tuple[str, str], float]:
     """Seconds of communication by phase and unit.
 
     Experts are gathered while their layer computes; it waits for their exchanges, which are entries of their own.
@@ -185,7 +187,7 @@ def _waits(step: StepMemory, sent: Sequence[Collective], device: Device) -> dict
     return waits
 
 
-def seconds_of(sent: Sequence[Collective], device: Device) -> float:
+def seconds_of(sent: Sequence[PlannedCollective], device: Device) -> float:
     """Seconds that these take one after the other."""
     return sum(one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY) for one in sent)
 
@@ -210,7 +212,8 @@ def _pace(
     if not step.state_on_device:  # brought from the host and taken back
         update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
     # Not a set: its order, and so the last digit of a sum, changes from one process to the next.
-    compute, keys = sum(computes.values()) + update, dict.fromkeys((*computes, *waits))
+    compute = sum(computes.values()) + update
+    keys = dict.fromkeys((*computes, *waits))
     overlapped = update + sum(max(computes.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
     tokens = config.train.global_batch_size * config.data.seq_len
     model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=tokens * config.data.seq_len)
@@ -224,7 +227,7 @@ def _pace(
     )
 
 
-def _bandwidth(one: Collective, device: Device) -> float:
+def _bandwidth(one: PlannedCollective, device: Device) -> float:
     """Bytes a second that a rank sends in a collective.
 
     A ring enters and leaves each node once, and the adapters of the group's ranks there share that traffic. What one
@@ -242,8 +245,10 @@ def _computing(config: TrainingConfig, step: StepMemory, device: Device, rate: f
     Args:
         rate: FLOP/s.
     """
-    plan, section = step.plan, step.plan.activation_checkpointing
-    world, tokens = plan.sizes.world_size, config.train.global_batch_size * config.data.seq_len
+    plan = step.plan
+    section = step.plan.activation_checkpointing
+    world = plan.sizes.world_size
+    tokens = config.train.global_batch_size * config.data.seq_len
     linear = flops_per_batch(plan.flops, tokens=tokens, attention_pairs=0) / world
     attention = flops_per_batch(plan.flops, tokens=0, attention_pairs=tokens * config.data.seq_len) / world
     head = (6 if step.head_trained else 4) * step.hidden * step.vocabulary * tokens / world

@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: `Columns` collects records, `thinned` makes a long curve short."""
+"""The metrics of a run as curves: `MetricColumns` collects records, `thinned` makes a long curve short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_POINTS = 190_000
 _NOT_CURVES = ("step", "time", "start", "tokens_total", "slowest_rank")
 
 
-class Columns:
+class MetricColumns:
     """A run's records by metric. Records are added in the order of their steps, all at once or as they come."""
 
     def __init__(self) -> None:
@@ -56,7 +56,8 @@ class Columns:
 
     def _add_time(self, record: Mapping[str, Any]) -> None:
         begins = isinstance(record.get("start"), int)
-        now, passed = seconds_of(record.get("time")), _number(record.get("step_seconds"))
+        now = seconds_of(record.get("time"))
+        passed = _number(record.get("step_seconds"))
         if begins:
             passed = _number(record.get("seconds_to_first_step")) or passed
         if now is not None and self._time is not None and now >= self._time:
@@ -75,7 +76,8 @@ def thinned(steps: list[int], values: list[float], *, most: int) -> dict[str, An
         return {"x": differences(steps), "y": short(values)}
     parts = max(1, most // 3)
     borders = np.linspace(1, len(steps) - 1, parts + 1).astype(int)  # the first and the last point stay as they are
-    x, y = np.asarray(steps), np.asarray(values, dtype=np.float64)
+    x = np.asarray(steps)
+    y = np.asarray(values, dtype=np.float64)
     keep = {0, len(steps) - 1}
     for begin, end in itertools.pairwise(borders.tolist()):
         part = y[begin:end]
@@ -109,7 +111,8 @@ def _step_split(record: Mapping[str, Any]) -> dict[str, float]:
     Compute and exchange are those of the slowest rank, which waits for none. The others wait as long as it works more
     than their median does. Records without a look at the ranks have none but ``split/data``.
     """
-    seconds, data = record.get("step_seconds"), record.get("data_seconds")
+    seconds = record.get("step_seconds")
+    data = record.get("data_seconds")
     found: dict[str, float] = {}
     if isinstance(data, (int, float)):
         found["split/data"] = data

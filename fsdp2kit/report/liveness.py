@@ -1,4 +1,4 @@
-"""Whether a process has a run directory's lock, asked without taking it."""
+"""Whether a process has a run directory's lock, asked without refusing it to a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import platform
-import struct
-import sys
 from pathlib import Path
 
 try:
@@ -15,15 +13,14 @@ try:
 except ImportError:  # Windows: pages are read there, runs are not made
     fcntl = None
 
-# `struct flock` of fcntl(2), as Linux and macOS lay it out: type, whence, start, length, process id.
-_IS_BSD = sys.platform == "darwin" or "bsd" in sys.platform
-_LAYOUT = "@qqihh" if _IS_BSD else "@hhqqi"
+# `lock_run_dir` takes byte 0 of the file, then all of it: a lock on byte 1 keeps a run waiting, and refuses none.
+_ASKED = 1
 
 
 def is_locked(lock: Path) -> bool | None:
     """Whether a live process has the POSIX lock of a file (`fsdp2kit.job.run_directory.lock_run_dir`).
 
-    It asks the kernel with F_GETLK and takes no lock, so a run that starts at this moment is not refused.
+    It tries to share a lock on one byte, and gives it back at once: a run that starts at this moment waits for it.
 
     Returns:
         None if it cannot be told from this host: the file system has no locks, or another host had it last and may
@@ -53,11 +50,15 @@ def is_locked(lock: Path) -> bool | None:
 
 
 def _conflicts(handle: int) -> bool:
-    """Whether another process's lock keeps this one from locking the file."""
+    """Whether another process's lock keeps this one from sharing a lock on the file. Closing `handle` ends ours."""
     assert fcntl is not None
-    wanted = (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET) if _IS_BSD else (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    found = struct.unpack_from(_LAYOUT, fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(_LAYOUT + "0q", *wanted)))
-    return found[3 if _IS_BSD else 0] != fcntl.F_UNLCK
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _ASKED)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return True
+        raise
+    return False
 
 
 def _is_open_here(lock: Path) -> bool:

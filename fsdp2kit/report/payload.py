@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fsdp2kit.report.charts import sections_for
-from fsdp2kit.report.curves import MOST_POINTS, PAGE_POINTS, Columns, differences, short, thinned
+from fsdp2kit.report.curves import MOST_POINTS, PAGE_POINTS, MetricColumns, differences, short, thinned
 from fsdp2kit.report.ends import ends_of
 from fsdp2kit.report.read import RunRecord
 from fsdp2kit.report.tables import change_table, config_tables, environment_tables, key_table
@@ -22,7 +22,7 @@ _LONGEST_TEXT = 4000
 
 
 def build_payload(
-    runs: Sequence[RunRecord], columns: Sequence[Columns] | None = None, *, after: Sequence[int] | None = None
+    runs: Sequence[RunRecord], columns: Sequence[MetricColumns] | None = None, *, after: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """What the page's script draws.
 
@@ -31,7 +31,7 @@ def build_payload(
         after: curves begin after this step of each run, and are whole; None: they are all there, thinned.
     """
     if columns is None:
-        columns = [Columns() for _ in runs]
+        columns = [MetricColumns() for _ in runs]
         for one, run in zip(columns, runs, strict=True):
             one.add(run.records)
     names = labels([run.directory for run in runs])
@@ -64,7 +64,7 @@ def labels(directories: Sequence[Path]) -> list[str]:
     return [str(directory) for directory in directories]
 
 
-def _curves(columns: Columns, after: int, *, keys: Collection[str], most: int) -> dict[str, Any]:
+def _curves(columns: MetricColumns, after: int, *, keys: Collection[str], most: int) -> dict[str, Any]:
     """Curves by metric after a step; steps that several of them share are written once, in ``xs``."""
     xs: dict[tuple[int, ...], int] = {}
 
@@ -77,7 +77,8 @@ def _curves(columns: Columns, after: int, *, keys: Collection[str], most: int) -
         if key in keys and first < len(steps):
             curve = thinned(steps[first:], values[first:], most=most)
             curves[key] = {name: shared(list_) if name.endswith("x") else list_ for name, list_ in curve.items()}
-    first, end = bisect_right(columns.steps, after), len(columns.steps)
+    first = bisect_right(columns.steps, after)
+    end = len(columns.steps)
     rows = [*range(first, end - 1, max(1, (end - first) // most)), *range(end - 1, end)][: end - first]
     axes = {
         "step": differences([columns.steps[row] for row in rows]),
@@ -87,7 +88,7 @@ def _curves(columns: Columns, after: int, *, keys: Collection[str], most: int) -
     return {"axes": axes, "curves": curves, "xs": [list(steps) for steps in xs]}
 
 
-def _head(run: RunRecord, columns: Columns, name: str) -> dict[str, Any]:
+def _head(run: RunRecord, columns: MetricColumns, name: str) -> dict[str, Any]:
     """What the page's top says of a run, and its marks."""
     saves = [event for event in run.of_kind("save") if isinstance(event.get("step"), int)]
     starts = sorted({start.step for start in run.starts[1:]})
@@ -112,7 +113,7 @@ def _head(run: RunRecord, columns: Columns, name: str) -> dict[str, Any]:
     }
 
 
-def _figures(columns: Columns, saves: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def _figures(columns: MetricColumns, saves: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Label, value and form of the numbers that are looked at first."""
 
     def of(key: str, reduce: Any) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.console import new_figure, write_figure
-from fsdp2kit.report.curves import Columns
+from fsdp2kit.report.curves import MetricColumns
 from fsdp2kit.report.payload import labels
 from fsdp2kit.report.read import RunRecord
 
@@ -23,7 +23,7 @@ def write_picture(runs: Sequence[RunRecord], out: Path) -> None:
     Raises:
         UserError: matplotlib is not installed; ``out`` cannot be written.
     """
-    columns = [Columns() for _ in runs]
+    columns = [MetricColumns() for _ in runs]
     for one, run in zip(columns, runs, strict=True):
         one.add(run.records)
     figure = new_figure(figsize=(9.6, 5.4), layout="constrained")
@@ -44,7 +44,7 @@ def write_picture(runs: Sequence[RunRecord], out: Path) -> None:
     write_figure(figure, out)
 
 
-def _draw(panel: Any, columns: Columns, run: RunRecord, key: str, *, color: str, name: str) -> None:
+def _draw(panel: Any, columns: MetricColumns, run: RunRecord, key: str, *, color: str, name: str) -> None:
     """A metric of a run, the same of held-out data, and its restarts."""
     for found, style, label in ((key, "-", name), (f"eval_{key}", "o--", f"{name}, held-out")):
         if found in columns.values:

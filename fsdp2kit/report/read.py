@@ -23,7 +23,8 @@ from fsdp2kit.report.tracebacks import cause_of_failure
 
 State = Literal["running", "ended", "stopped", "failed", "killed"]
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 _LATEST = 1e11  # unix seconds
 _SAMPLE_BYTES = 1 << 18  # of samples.jsonl: its end
 _DEPTH = 3  # folders of runs within folders of runs
@@ -231,7 +232,8 @@ def _without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_event(found: dict[str, Any]) -> bool:
     """Whether a line is an event as `fsdp2kit.job.events` writes it, and not damaged."""
-    time, start = found.get("time"), found.get("start")
+    time = found.get("time")
+    start = found.get("start")
     is_time = isinstance(time, (int, float)) and 0 <= time < _LATEST
     return isinstance(found.get("event"), str) and is_time and type(start) is int
 
@@ -273,7 +275,8 @@ def _starts(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> list
     for event in events:
         if event["event"] == "start":
             number = event["start"]
-            step, changed = resumed.get(number, 0), event.get("changed")
+            step = resumed.get(number, 0)
+            changed = event.get("changed")
             pairs = changed.items() if isinstance(changed, dict) else ()
             changed = {key: pair for key, pair in pairs if isinstance(pair, list) and len(pair) == 2}
             found[number] = Start(number, event["time"], step, event.get("world_size"), changed)

@@ -20,7 +20,7 @@ _STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """A run in a line; None where it does not tell."""
 
     name: str
@@ -41,7 +41,7 @@ class Row:
     """When it last wrote a line, in unix seconds."""
 
 
-def rows_of(folder: str | Path, *, last: int | None = None) -> list[Row]:
+def rows_of(folder: str | Path, *, last: int | None = None) -> list[RunRow]:
     """A row for each run in a folder, the newest first.
 
     Args:
@@ -58,7 +58,7 @@ def rows_of(folder: str | Path, *, last: int | None = None) -> list[Row]:
     return [_row(path, folder) for path in found[:last]]
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[RunRow]) -> Table:
     """The rows as a table for rich."""
     from rich.table import Table
     from rich.text import Text
@@ -80,13 +80,13 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def _row(path: Path, folder: Path) -> Row:
+def _row(path: Path, folder: Path) -> RunRow:
     name = path.name if path == folder else str(path.relative_to(folder))
     try:
         run = read_run(path, last_bytes=_LAST_BYTES)
     except UserError as problem:
-        return Row(name, "", "", {}, None, 0, None, None, None, None, "unreadable", problem.what, None)
-    return Row(
+        return RunRow(name, "", "", {}, None, 0, None, None, None, None, "unreadable", problem.what, None)
+    return RunRow(
         name=name,
         recipe=run.recipe,
         model=run.model,
@@ -113,13 +113,13 @@ def _short(model: str) -> str:
     return Path(model).name if model.startswith(("/", "~", ".")) else model
 
 
-def _mesh(row: Row) -> str:
+def _mesh(row: RunRow) -> str:
     """The dimensions that are not 1: ``dp_shard 4 cp 2``; else the number of ranks."""
     parts = [f"{name} {size}" for name, size in row.mesh.items() if size != 1]
     return " ".join(parts) or (f"{row.world_size} rank" if row.world_size == 1 else "")
 
 
-def _steps(row: Row) -> str:
+def _steps(row: RunRow) -> str:
     # A run that is resumed with fewer steps than it has made is over.
     total = "?" if row.total_steps is None else max(row.step, row.total_steps)
     return f"{row.step}/{total}"

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import open_regular
-from fsdp2kit.report.curves import Columns
+from fsdp2kit.report.curves import MetricColumns
 from fsdp2kit.report.page import as_json, render
 from fsdp2kit.report.payload import build_payload
 from fsdp2kit.report.read import METRICS, RunRecord, parse_line, read_run
@@ -34,7 +34,7 @@ class Follower:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.columns = Columns()
+        self.columns = MetricColumns()
         self.generation = 0
         """Counts how often the file was replaced, as it is when a run resumes before its last record."""
         self._place = 0
@@ -50,7 +50,9 @@ class Follower:
         found = os.fstat(file.fileno())
         if self._file != (found.st_dev, found.st_ino) or found.st_size < self._place:
             self.generation += self._file is not None
-            self._file, self._place, self.columns = (found.st_dev, found.st_ino), 0, Columns()
+            self._file = (found.st_dev, found.st_ino)
+            self._place = 0
+            self.columns = MetricColumns()
         file.seek(self._place)
         self.columns.add(self._records(file))
 
@@ -63,7 +65,7 @@ class Follower:
                 yield record
 
 
-class Source:
+class FollowedRuns:
     """The payloads of several runs, for one request after the other."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -82,7 +84,7 @@ class Source:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: PageServer
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
@@ -119,13 +121,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing of each request."""
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the page of ``source`` on 127.0.0.1, reading only."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, source: Source, port: int) -> None:
+    def __init__(self, source: FollowedRuns, port: int) -> None:
         self.source = source
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -139,7 +141,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
 
-def build_server(directories: Sequence[Path], *, port: int) -> Server:
+def build_server(directories: Sequence[Path], *, port: int) -> PageServer:
     """A server that is not started yet.
 
     Args:
@@ -148,12 +150,12 @@ def build_server(directories: Sequence[Path], *, port: int) -> Server:
     Raises:
         UserError: one of them is no run; the port is taken or not permitted.
     """
-    source = Source(directories)
+    source = FollowedRuns(directories)
     source.payload()
     try:
-        return Server(source, port)
+        return PageServer(source, port)
     except (OSError, OverflowError) as problem:
-        is_taken = getattr(problem, "errno", None) == errno.EADDRINUSE
+        is_taken = isinstance(problem, OSError) and problem.errno == errno.EADDRINUSE
         what = "is taken" if is_taken else f"cannot be used ({problem})"
         raise UserError(f"port {port}", what, "choose another --port, or 0 for any that is free") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.starter.rows import Rows, choose_length
+from fsdp2kit.starter.rows import DataFacts, choose_length
 
 REWARDS = "fsdp2kit.starter.rewards"
 _HELD_OUT_FROM = 200  # rows; of fewer, none are held out
@@ -18,7 +18,7 @@ _RESPONSE = 256  # tokens of a response
 
 
 @dataclass(frozen=True)
-class Kind:
+class DraftKind:
     """What `new` can write: a recipe, or a variant of one."""
 
     recipe: str
@@ -31,24 +31,26 @@ class Kind:
 
 _LORA = {"rank": 16, "alpha": 32}
 KINDS = {
-    "sft": Kind("sft", "Supervised fine-tuning of all parameters.", 2e-5),
-    "lora": Kind("sft", "LoRA: adapters beside the frozen model.", 2e-4, sections={"lora": _LORA}),
-    "qlora": Kind(
+    "sft": DraftKind("sft", "Supervised fine-tuning of all parameters.", 2e-5),
+    "lora": DraftKind("sft", "LoRA: adapters beside the frozen model.", 2e-4, sections={"lora": _LORA}),
+    "qlora": DraftKind(
         "sft",
         "QLoRA: adapters beside the frozen model, which is kept in 4 bits.",
         2e-4,
         sections={"lora": {**_LORA, "quantize": "nf4"}},
     ),
-    "dpo": Kind("dpo", "Preferences: DPO on pairs of answers.", 1e-6, sections={"dpo": {"loss": "dpo", "beta": 0.1}}),
-    "distill": Kind("distill", "Distillation: the model learns a teacher's distribution.", 2e-5),
-    "grpo": Kind("grpo", "Reinforcement learning from rewards: GRPO.", 1e-6, batch=64),
-    "pretrain": Kind("pretrain", "Training on plain text.", 1e-4, batch=32),
-    "fsdp1_baseline": Kind("fsdp1_baseline", "The baseline that FSDP1 is compared with.", 1e-4),
+    "dpo": DraftKind(
+        "dpo", "Preferences: DPO on pairs of answers.", 1e-6, sections={"dpo": {"loss": "dpo", "beta": 0.1}}
+    ),
+    "distill": DraftKind("distill", "Distillation: the model learns a teacher's distribution.", 2e-5),
+    "grpo": DraftKind("grpo", "Reinforcement learning from rewards: GRPO.", 1e-6, batch=64),
+    "pretrain": DraftKind("pretrain", "Training on plain text.", 1e-4, batch=32),
+    "fsdp1_baseline": DraftKind("fsdp1_baseline", "The baseline that FSDP1 is compared with.", 1e-4),
 }
 
 
 @dataclass(frozen=True)
-class Key:
+class DraftKey:
     """A key's value, and why it is that."""
 
     value: Any
@@ -68,7 +70,7 @@ class Facts:
     data: str | None
     teacher: str | None
     run_dir: str
-    rows: Rows | None = None
+    rows: DataFacts | None = None
     chat_template: str | None = None
     """A ready template, where the tokenizer has none."""
     context: int | None = None
@@ -78,7 +80,7 @@ class Facts:
     world_size: int = 1
 
 
-Sections = dict[str, dict[str, Key]]
+Sections = dict[str, dict[str, DraftKey]]
 
 
 def draft(facts: Facts) -> Sections:
@@ -86,10 +88,10 @@ def draft(facts: Facts) -> Sections:
     kind = KINDS[facts.kind]
     model = {"path": _given(facts.model, "a Hugging Face directory or hub id")}
     if facts.chat_template:
-        model["chat_template"] = Key(facts.chat_template, "the tokenizer has none")
-    sections: Sections = {"run": {"dir": Key(facts.run_dir)}, "model": model}
+        model["chat_template"] = DraftKey(facts.chat_template, "the tokenizer has none")
+    sections: Sections = {"run": {"dir": DraftKey(facts.run_dir)}, "model": model}
     for name, values in kind.sections.items():
-        sections[name] = {key: Key(value) for key, value in values.items()}
+        sections[name] = {key: DraftKey(value) for key, value in values.items()}
     if kind.recipe == "distill":
         sections["distill"] = {"teacher": _given(facts.teacher, "a larger model with the same tokenizer")}
     sections["data"] = data = _data(facts)
@@ -98,54 +100,57 @@ def draft(facts: Facts) -> Sections:
     batch = _batch_size(facts, seq_len=data["seq_len"].value)
     sections["train"] = {
         **_duration(facts),
-        "global_batch_size": Key(batch, _batch_comment(facts)),
-        "micro_batch_size": Key(1, "packs in one forward pass"),
+        "global_batch_size": DraftKey(batch, _batch_comment(facts)),
+        "micro_batch_size": DraftKey(1, "packs in one forward pass"),
     }
-    sections["optimizer"] = {"lr": Key(kind.lr, "the first thing to try others of")}
-    sections["lr_schedule"] = {"warmup_ratio": Key(0.03, "of all steps")}
+    sections["optimizer"] = {"lr": DraftKey(kind.lr, "the first thing to try others of")}
+    sections["lr_schedule"] = {"warmup_ratio": DraftKey(0.03, "of all steps")}
     if facts.rows is not None and (facts.rows.count or 0) >= _HELD_OUT_FROM:
         steps = _steps_per_epoch(facts, data["seq_len"].value, batch)
         every = 10 if steps is None or kind.recipe == "grpo" else max(1, steps // 5)
-        share = Key(0.05, "the share of rows that are held out, and not trained on")
-        sections["eval"] = {"every": Key(every, "steps"), "split": share}
+        share = DraftKey(0.05, "the share of rows that are held out, and not trained on")
+        sections["eval"] = {"every": DraftKey(every, "steps"), "split": share}
     return sections
 
 
-def _given(value: str | None, words: str) -> Key:
-    return Key("…", f"fill in: {words}", is_open=True) if value is None else Key(value)
+def _given(value: str | None, words: str) -> DraftKey:
+    return DraftKey("…", f"fill in: {words}", is_open=True) if value is None else DraftKey(value)
 
 
-def _data(facts: Facts) -> dict[str, Key]:
+def _data(facts: Facts) -> dict[str, DraftKey]:
     keys = {"path": _given(facts.data, "a file, folder, URL or hub id; `fsdp2kit docs data` has the formats")}
-    rows, recipe = facts.rows, KINDS[facts.kind].recipe
+    rows = facts.rows
+    recipe = KINDS[facts.kind].recipe
     if rows is not None:
-        keys["format"] = Key(rows.guess.format, "as the first rows are")
+        keys["format"] = DraftKey(rows.guess.format, "as the first rows are")
         if rows.guess.columns:
-            keys["columns"] = Key(rows.guess.columns, "ours = the data's")
+            keys["columns"] = DraftKey(rows.guess.columns, "ours = the data's")
         if rows.wrap:
-            keys["wrap"] = Key("chat", "plain texts go into the model's chat template")
+            keys["wrap"] = DraftKey("chat", "plain texts go into the model's chat template")
     keys["seq_len"] = _length(facts)
     if recipe == "grpo":
-        keys["overlong"] = Key("drop", "prompts that leave no room for a response")
+        keys["overlong"] = DraftKey("drop", "prompts that leave no room for a response")
     else:
-        keys["pack"] = Key(True, "several rows to a sequence; they do not see each other")
+        keys["pack"] = DraftKey(True, "several rows to a sequence; they do not see each other")
     return keys
 
 
-def _length(facts: Facts) -> Key:
-    recipe, rows = KINDS[facts.kind].recipe, facts.rows
+def _length(facts: Facts) -> DraftKey:
+    recipe = KINDS[facts.kind].recipe
+    rows = facts.rows
     more = _RESPONSE if recipe == "grpo" else 0
     if rows is None or rows.lengths is None:
         size = min(2048, facts.context or 2048)
-        return Key(size, "not measured: tokens of a sequence, the longest row's or more")
-    lengths, is_text = rows.lengths, rows.guess.format in ("text", "tokens") and recipe != "sft"
+        return DraftKey(size, "not measured: tokens of a sequence, the longest row's or more")
+    lengths = rows.lengths
+    is_text = rows.guess.format in ("text", "tokens") and recipe != "sft"
     size = choose_length(lengths, context=facts.context, more=more, is_text=is_text)
     shown = f"{int(np.percentile(lengths, 99, method='inverted_cdf')):,}"
     what = {"grpo": "prompts", "dpo": "pairs"}.get(recipe, "rows")
     said = f"99 % of {what} have {shown} tokens or fewer, the longest {int(lengths.max()):,}"
     if facts.context and size == facts.context:
         said += f"; the model's context is {facts.context:,}"
-    return Key(size, said)
+    return DraftKey(size, said)
 
 
 def _rollouts(facts: Facts, *, room: int) -> Sections:
@@ -154,17 +159,19 @@ def _rollouts(facts: Facts, *, room: int) -> Sections:
     comment = "a first try: words shared with the row's answer" if has_reference else "a first try: it comes to an end"
     return {
         "rollout": {
-            "n": Key(8, "responses to each prompt"),
-            "max_new_tokens": Key(min(_RESPONSE, room // 2), "tokens of a response"),
+            "n": DraftKey(8, "responses to each prompt"),
+            "max_new_tokens": DraftKey(min(_RESPONSE, room // 2), "tokens of a response"),
         },
-        "[reward]": {"function": Key(f"{REWARDS}:{function}", f"{comment}; write your own: `fsdp2kit docs grpo`")},
+        "[reward]": {
+            "function": DraftKey(f"{REWARDS}:{function}", f"{comment}; write your own: `fsdp2kit docs grpo`")
+        },
     }
 
 
-def _duration(facts: Facts) -> dict[str, Key]:
+def _duration(facts: Facts) -> dict[str, DraftKey]:
     if KINDS[facts.kind].recipe == "grpo":
-        return {"steps": Key(100)}
-    return {"epochs": Key(1, "passes over the data")}
+        return {"steps": DraftKey(100)}
+    return {"epochs": DraftKey(1, "passes over the data")}
 
 
 def _batch_comment(facts: Facts) -> str:
@@ -173,7 +180,8 @@ def _batch_comment(facts: Facts) -> str:
 
 def _batch_size(facts: Facts, *, seq_len: int) -> int:
     """The recipe's usual batch, smaller for little data, as a multiple that all ranks can share."""
-    kind, unit = KINDS[facts.kind], facts.world_size
+    kind = KINDS[facts.kind]
+    unit = facts.world_size
     wanted = kind.batch
     if kind.recipe == "grpo":
         unit = math.lcm(unit, 8)
@@ -200,7 +208,7 @@ def merged(sections: Sections, values: Mapping[str, Any], comment: str) -> Secti
     found = {name: dict(keys) for name, keys in sections.items()}
     for dotted, value in values.items():
         section, _, name = dotted.partition(".")
-        found.setdefault(section, {})[name] = Key(value, comment)
+        found.setdefault(section, {})[name] = DraftKey(value, comment)
     last = [
         name for name in ("data", "rollout", "[reward]", "train", "optimizer", "lr_schedule", "eval") if name in found
     ]

@@ -10,9 +10,10 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.starter.draft import Facts
-from fsdp2kit.starter.rows import Rows, guess_format, measure, needs_template, read_first
+from fsdp2kit.starter.rows import DataFacts, guess_format, measure, needs_template, read_first
 
 
 def look(
@@ -30,12 +31,16 @@ def look(
         UserError: there is no such model or data, or the recipe cannot read the rows.
     """
     section = ModelConfig(path=_found(model, "--model")) if model else ModelConfig()
-    tokenizer, context, is_here = None, None, False
+    tokenizer = None
+    context = None
+    is_here = False
     if section.path is not None and (Path(section.path).is_dir() or _is_cached(section)):
         tokenizer = build_tokenizer(section, local_files_only=True)
         text_config = load_hf_config(section, local_files_only=True).get_text_config()
-        context, is_here = getattr(text_config, "max_position_embeddings", None), True
-    rows, template = None, None
+        context = value_of(text_config, "max_position_embeddings")
+        is_here = True
+    rows = None
+    template = None
     if data:
         rows, template = _rows(schema, _found(data, "--data"), section, tokenizer)
     return Facts(
@@ -51,7 +56,7 @@ def look(
     )
 
 
-def _rows(schema: Any, path: str, model: ModelConfig, tokenizer: Any) -> tuple[Rows | None, str | None]:
+def _rows(schema: Any, path: str, model: ModelConfig, tokenizer: Any) -> tuple[DataFacts | None, str | None]:
     """What the rows are, and the ready template that they need; None for rows that are not on this machine."""
     default = schema.model_fields["data"].default
     data = type(default)(path=path)

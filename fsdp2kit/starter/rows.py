@@ -21,7 +21,9 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.starter.rewards import reference_of
 
 MEASURED = 1000  # rows that are read, and tokenised for their lengths
-_SHORTEST, _MOST_OF_TEXT = 128, 4096  # tokens in a sequence of the batch
+# Tokens in a sequence of the batch: at least, and at most where long texts are split.
+_SHORTEST = 128
+_MOST_OF_TEXT = 4096
 _TEXTS = ("text", "content", "document", "body", "article", "code")
 
 
@@ -37,14 +39,14 @@ class Guess:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataFacts:
     """What was found out about the rows."""
 
     guess: Guess
     wrap: bool
     """Whether plain prompts should be put into the chat template."""
     count: int | None
-    """Rows of the set, estimated from the first ones; None: not known."""
+    """DataFacts of the set, estimated from the first ones; None: not known."""
     lengths: np.ndarray | None
     """int64, tokens of each row that was measured, both answers of a preference together; None: no tokenizer."""
     has_reference: bool
@@ -118,7 +120,8 @@ def _renamed(**columns: str | None) -> dict[str, str]:
 
 
 def _preference(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | None) -> Guess | None:
-    chosen, rejected = _named("chosen", names), _named("rejected", names)
+    chosen = _named("chosen", names)
+    rejected = _named("rejected", names)
     if chosen is None or rejected is None:
         return None
     is_chat = _is_conversation([row[chosen] for row in rows])
@@ -140,7 +143,7 @@ def _prompts(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | No
 
 
 def _answers(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | None) -> Guess | None:
-    """Rows with one answer each, for sft and distill."""
+    """DataFacts with one answer each, for sft and distill."""
     if {"chosen", "rejected"} <= {*names}:
         return None
     if {"prompt", "completion"} <= {*names}:
@@ -150,7 +153,8 @@ def _answers(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | No
         return Guess("chat", {} if is_default else {"messages": chat}, True)
     if {"instruction", "output"} <= {*names}:
         return Guess("alpaca", {}, True)
-    prompt, completion = _named("prompt", names), _named("completion", names)
+    prompt = _named("prompt", names)
+    completion = _named("completion", names)
     if prompt is not None and completion is not None and prompt != completion:
         return Guess("prompt_completion", _renamed(prompt=prompt, completion=completion), False)
     return _text(rows, names, chat)
@@ -165,7 +169,7 @@ def _text(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | None)
 
 def measure(
     rows: Sequence[Row], count: int | None, guess: Guess, data: DataConfig, tokenizer: Tokenizer | None
-) -> Rows:
+) -> DataFacts:
     """Tokenise rows as the run will.
 
     Args:
@@ -177,7 +181,7 @@ def measure(
     """
     has_reference = reference_of(dict(rows[0].parse())) is not None
     if tokenizer is None:
-        return Rows(guess, False, count, None, has_reference)
+        return DataFacts(guess, False, count, None, has_reference)
     wrap = guess.format in WRAPPED and looks_unwrapped(rows[0], data, tokenizer)
     section = data.model_copy(update={"wrap": "chat"}) if wrap else data
     if guess.format == "prompts":
@@ -185,7 +189,7 @@ def measure(
     else:
         answers = np.array([len(ids) for ids, _ in encode_rows(rows, section, tokenizer)])
         lengths = answers.reshape(-1, answers_per_row(section)).sum(axis=1)
-    return Rows(guess, wrap, count, lengths, has_reference)
+    return DataFacts(guess, wrap, count, lengths, has_reference)
 
 
 def needs_template(guess: Guess, model: ModelConfig, tokenizer: Tokenizer | None) -> bool:

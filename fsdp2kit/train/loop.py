@@ -50,7 +50,7 @@ from fsdp2kit.train.step import (
 )
 
 
-def train(
+def train_loop(
     run: Run,
     model: Any,
     optimizer: Optimizer,

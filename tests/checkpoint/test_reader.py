@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2kit.bench.harness import PeakMemory
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.errors import RunFailure
 from tests.workers import WorkerPool
+from tools.benchmarks.harness import PeakMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

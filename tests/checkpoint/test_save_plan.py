@@ -19,8 +19,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fsdp2kit.bench import scale
-from fsdp2kit.bench.sides import bench_config
 from fsdp2kit.checkpoint import save_plan
 from fsdp2kit.checkpoint.reader import SafeReader, first_failure
 from fsdp2kit.checkpoint.save_plan import BriefWriter, SharedSavePlanner, Written, share_out
@@ -35,7 +33,18 @@ from fsdp2kit.parallel.plan import plan_parallel
 from tests.checkpoint import jobs
 from tests.reference import full
 from tests.workers import WorkerPool
+from tools.benchmarks.sides import bench_config
 
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
 Items = list[tuple[str, tuple[int, ...], int]]
 
 
@@ -126,7 +135,7 @@ class _SendsAll(SharedSavePlanner):
 
 def _job_tensors(sections: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     """The tensors of a save of a tiny Llama whose vocabulary is a multiple of no number of ranks."""
-    config = bench_config({"model": {"weights": "random", "config": scale.TINY | {"vocab_size": 259}}, **sections})
+    config = bench_config({"model": {"weights": "random", "config": TINY}, **sections})
     size, own = dist.get_world_size(), dist.get_rank()
     world = World(own, size, own, size, torch.device("cpu"), node_names(size, size))
     mesh = build_mesh(config.mesh, config.fsdp, world=world)

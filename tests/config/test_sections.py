@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit import run
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.estimate import estimate, plan_for
+from fsdp2kit.run import load
+from fsdp2kit.run import main as run_main
 from tests.data import templates
 from tests.data.templates import make_tokenizer
 from tests.test_bad_input import attempt
@@ -87,7 +88,7 @@ kind = "strict"
 
 def test_the_check_asks_it(toml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*overrides: str) -> str:
-        run.main([toml, "--check", *overrides])
+        run_main([toml, "--check", *overrides])
         return "".join(capsys.readouterr())
 
     assert "\ncritic: strict, for LlamaForCausalLM\n" in said()
@@ -99,7 +100,7 @@ def test_the_check_asks_it(toml: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_its_memory_is_planned(toml: str) -> None:
     def planned(*overrides: str) -> dict[str, int]:
-        _, config = run.load(toml, overrides)
+        _, config = load(toml, overrides)
         return dict(estimate(config, *plan_for(config, world_size=1, local_world_size=1)).peak.bytes)
 
     plain, with_critic = planned(), planned("critic.gib=3")

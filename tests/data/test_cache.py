@@ -14,7 +14,6 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from fsdp2kit import run
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.data import cache
 from fsdp2kit.data.cache import Cache
@@ -22,6 +21,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.run import main as run_main
 from tests.reference import full, slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def test_a_check_needs_no_cache(
     unwritable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
-    assert run.main([DEMO, "--check", "mesh.cp=1"]) == 0
+    assert run_main([DEMO, "--check", "mesh.cp=1"]) == 0
     said = capsys.readouterr()
     assert "an epoch:" in said.out
     assert said.err.count("cannot be written") == 1

@@ -233,7 +233,7 @@ def test_openais_earlier_function_call() -> None:
 
 
 def test_a_check_and_a_preview_refuse_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fsdp2kit import run
+    from fsdp2kit.run import main as run_main
     from tools import preview
 
     make_tokenizer(PLAIN).save_pretrained(tmp_path / "words")
@@ -243,7 +243,7 @@ def test_a_check_and_a_preview_refuse_it_too(tmp_path: Path, capsys: pytest.Capt
         'recipe = "sft"\nmodel = { tokenizer = "words", config = { model_type = "llama" }, weights = "random" }\n'
         'data = { path = "rows.jsonl", seq_len = 128 }\ntrain.steps = 1\n'
     )
-    for command in (lambda: run.main([str(toml), "--check"]), lambda: preview.main([str(toml)])):
+    for command in (lambda: run_main([str(toml), "--check"]), lambda: preview.main([str(toml)])):
         assert command() == 2
         told = capsys.readouterr().err
         assert told.startswith(f"error: {rows}:2: the chat template leaves out messages[2].tool_calls; set model.chat")

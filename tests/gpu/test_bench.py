@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2kit.bench.gpu import bench_gpu
 from fsdp2kit.job.distributed import World
+from tools.benchmarks.gpu import bench_gpu
 
 pytestmark = pytest.mark.gpu
 

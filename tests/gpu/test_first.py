@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit import run
-from fsdp2kit.bench.harness import missing_packages
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed
+from fsdp2kit.run import load
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import demo_model_dir
+from tools.benchmarks.harness import missing_packages
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +91,7 @@ def _alone() -> Iterator[None]:
 def train(folder: Path, *overrides: str, toml: Path = TOMLS / "pretrain_synthetic.toml") -> list[dict[str, float]]:
     """The records of a run of ``toml``, by default pretraining on random tokens."""
     torch.use_deterministic_algorithms(False)  # what an earlier run asked for
-    recipe, config = run.load(str(toml), [*SMALL, f"run.dir={folder}", *overrides])
+    recipe, config = load(str(toml), [*SMALL, f"run.dir={folder}", *overrides])
     recipe.main(config)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 from transformers import TrainingArguments
 
-from fsdp2kit import run
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.translate import translate
+from fsdp2kit.run import main as run_main
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "org/x", "type": "chat_template"}], "learning_rate": 2e-5}
@@ -33,7 +33,7 @@ def translated(values: dict[str, Any], folder: Path, **options: Any) -> tuple[di
 def passes_the_check(found: Draft, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setenv("WORLD_SIZE", "1")
     (folder / "x.toml").write_text(found.toml)
-    return run.main([str(folder / "x.toml"), "--check"]) == 0
+    return run_main([str(folder / "x.toml"), "--check"]) == 0
 
 
 def words(found: Draft) -> str:

@@ -19,10 +19,10 @@ import pytest
 import tomli
 import yaml
 
-from fsdp2kit import run
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import read_fields
 from fsdp2kit.migrate.translate import translate
+from fsdp2kit.run import main as run_main
 from tests.migrate.test_fields import translated
 from tools import migrate_fsdp1
 
@@ -107,7 +107,7 @@ def test_a_real_configuration_becomes_a_toml_that_passes_the_check(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(found.world_size // found.nodes))
     toml = tmp_path / "x.toml"
     toml.write_text(found.toml)
-    assert run.main([str(toml), "--check"]) == 0, capsys.readouterr().err
+    assert run_main([str(toml), "--check"]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.startswith("ok: ")
 
 

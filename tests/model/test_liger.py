@@ -15,7 +15,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
-from fsdp2kit.bench.fsdp1 import FSDP1Loop
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
@@ -25,6 +24,7 @@ from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.reference import tiny_model
+from tools.benchmarks.fsdp1 import FSDP1Loop
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SECTION = ModelConfig(

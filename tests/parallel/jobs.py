@@ -22,7 +22,7 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.train.balance import NoBalance
-from fsdp2kit.train.loop import train, train_step
+from fsdp2kit.train.loop import train_loop, train_step
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.run import Run
 from fsdp2kit.train.saving import NoCheckpoints
@@ -135,14 +135,14 @@ class Saves(NoCheckpoints):
 
 
 def run_loop(sharded: Sharded, batches: Any, *, metrics: Metrics, **options: Any) -> Progress:
-    """`train` on what a recipe would build around the model; ``options`` are those of `train` and `Run`."""
+    """`train_loop` on what a recipe would build around the model; ``options`` are those of `train_loop` and `Run`."""
     config = sharded.config
     optimizer = build_optimizer(config.optimizer, sharded.model)
     progress, checkpoints = options.pop("progress", None) or Progress(), options.pop("checkpoints", None)
     steps = config.train.steps or 0
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
     run = Run(config, sharded.mesh, sharded.plan, metrics, progress, checkpoints)
-    return train(run, sharded.model, optimizer, schedule, batches, **{"objective": cross_entropy, **options})
+    return train_loop(run, sharded.model, optimizer, schedule, batches, **{"objective": cross_entropy, **options})
 
 
 def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number: int = 1) -> dict[str, float]:
@@ -214,7 +214,7 @@ class Cases:
         self._traits: dict[tuple, Traits] = {}
 
     def curves(self, case: Case, batches: Sequence[Rows]) -> Curves:
-        """First-step gradients, before clipping, then the whole run through `train`."""
+        """First-step gradients, before clipping, then the whole run through `train_loop`."""
         config = case.config(self._folder, steps=len(batches), rows=len(batches[0].input_ids))
         world = distributed.start()
         key = case.cp, case.dp_replicate, case.ep, config.fsdp.strategy

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.job.distributed import World, ranks_per_node
 from fsdp2kit.job.layout import Layout, node_names
 from fsdp2kit.job.mesh import build_mesh
-from fsdp2kit.torch_compat import start_fake_group
 
 
 def laid_out(hosts: tuple[str, ...], *, cp: int = 1, replicate: int = 1, strategy: str = "full_shard") -> Layout:
@@ -141,7 +141,7 @@ def test_nodes_of_several_sizes_have_a_common_block() -> None:
 def test_ranks_of_uneven_nodes_build_one_mesh(local: int) -> None:
     """Whatever a rank's own node has: hybrid sharding's default is within the smallest common block."""
     hosts = ("a",) * 4 + ("b",) * 4 + ("c",) * 8
-    start_fake_group(16)
+    dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
     try:
         world = World(0, 16, 0, local, torch.device("cpu"), hosts)
         mesh = build_mesh(MeshConfig(cp=2), FSDPConfig(strategy="hybrid_shard"), world=world)

@@ -41,7 +41,7 @@ def one_of_each_method(base: TrainingConfig, *, world_size: int) -> list[Variant
     return list({(variant.method, variant.dtype): variant for variant in reversed(found)}.values())
 
 
-def table(path: Path, *, whole: bool = False, **sections: Any) -> list[check.Row]:
+def table(path: Path, *, whole: bool = False, **sections: Any) -> list[check.VariantResult]:
     """The ``whole`` table, or one variant of each method."""
     with patch.object(check, "variants", variants if whole else one_of_each_method):
         return check.check_parity(config(path, **sections), world=distributed.start())

@@ -19,7 +19,7 @@ from fsdp2kit.report import serve
 from fsdp2kit.report.page import build_page
 from fsdp2kit.report.read import parse_line, read_run
 from fsdp2kit.report.runs import rows_of
-from fsdp2kit.report.serve import Server, build_server
+from fsdp2kit.report.serve import PageServer, build_server
 from tests.report.runs import write_run
 from tools import report as report_tool
 from tools import runs as runs_tool
@@ -123,7 +123,7 @@ def test_secrets_that_older_versions_wrote_are_not_shown(tmp_path: Path, capsys:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
     monkeypatch.setattr(serve._Handler, "timeout", 0.3)
     server = build_server([write_run(tmp_path / "x")], port=0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -134,7 +134,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_an_idle_connection_is_closed(server: Server, begin: bytes) -> None:
+def test_an_idle_connection_is_closed(server: PageServer, begin: bytes) -> None:
     assert serve.IDLE_SECONDS <= 30
     with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
         connection.sendall(begin)
@@ -146,7 +146,7 @@ def test_an_idle_connection_is_closed(server: Server, begin: bytes) -> None:
 @pytest.mark.parametrize(
     "query", ["after=" + "9" * 5000, "after=-1", "after=1e9", "after=", "version=\x1b&after=3,4", "after=" + "9" * 19]
 )
-def test_what_no_page_asks_gets_everything(server: Server, query: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_page_asks_gets_everything(server: PageServer, query: str, capsys: pytest.CaptureFixture[str]) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
     version = json.loads(get(connection, "/data.json"))["version"]
     found = json.loads(get(connection, f"/data.json?version={version}&{query}".replace("\x1b", "%1b")))

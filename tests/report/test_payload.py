@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fsdp2kit.report.charts import SECTIONS, sections_for
-from fsdp2kit.report.curves import Columns, thinned
+from fsdp2kit.report.curves import MetricColumns, thinned
 from fsdp2kit.report.payload import build_payload, labels
 from fsdp2kit.report.read import read_run
 from tests.report.runs import EVENTS, record, write_run
@@ -60,7 +60,7 @@ def test_the_means_of_a_long_curve_are_those_of_its_parts() -> None:
 
 
 def test_hours_leave_out_what_passes_between_two_starts() -> None:
-    columns = Columns()
+    columns = MetricColumns()
     times = {1: "10:00:00", 2: "10:00:10", 3: "20:00:00", 4: "20:00:10"}
     for step, time in times.items():
         start = {1: 1, 3: 2}.get(step)
@@ -69,7 +69,7 @@ def test_hours_leave_out_what_passes_between_two_starts() -> None:
 
 
 def test_a_step_is_split_by_its_slowest_rank() -> None:
-    columns = Columns()
+    columns = MetricColumns()
     columns.add([record(1)])
     found = {key.removeprefix("split/"): values[0] for key, (_, values) in columns.values.items() if "split/" in key}
     # 0.805 of 2 s are its own; the others' median is that ÷ 1.25.
@@ -77,7 +77,7 @@ def test_a_step_is_split_by_its_slowest_rank() -> None:
 
 
 def test_what_is_not_finite_or_no_number_is_no_point() -> None:
-    columns = Columns()
+    columns = MetricColumns()
     rows = [{"step": 1, "loss": None, "mine": True}, {"step": 2, "loss": float("nan")}, {"step": 2, "loss": 1.0}]
     columns.add([*rows, {"step": 3, "loss": 2.0}, {"loss": 5.0}, {"step": "4"}])
     assert columns.values == {"loss": ([3], [2.0])}
@@ -153,7 +153,7 @@ def test_a_run_without_evaluation_or_events_leaves_out_what_it_has_not(tmp_path:
 
 @pytest.mark.full
 def test_fifty_thousand_steps_stay_small(tmp_path: Path) -> None:
-    columns, generator = Columns(), np.random.default_rng(1)
+    columns, generator = MetricColumns(), np.random.default_rng(1)
     steps = list(range(1, 50_001))
     columns.steps, columns.tokens, columns.hours = steps, steps, [step / 3600 for step in steps]
     columns.values = {f"metric {place}": (steps, generator.normal(size=50_000).tolist()) for place in range(30)}

@@ -11,12 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.start import lock_run_dir
 from fsdp2kit.report.read import find_runs, read_lines, read_run
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
@@ -98,6 +100,25 @@ def test_reading_does_not_take_a_lock_away(tmp_path: Path) -> None:
     os.close(handle)
     assert read_run(tmp_path).state == "killed"
     assert is_free(tmp_path / ".lock")
+
+
+def test_a_run_that_starts_while_its_directory_is_read_waits(tmp_path: Path) -> None:
+    """It is not refused. The reader is another process, stopped between its lock and its end."""
+    code = f"""
+import os, sys
+from fsdp2kit.report.liveness import _conflicts
+assert not _conflicts(os.open({str(tmp_path / ".lock")!r}, os.O_RDONLY | os.O_CREAT))
+print("here", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"here\n"
+        assert not is_free(tmp_path / ".lock")
+        ends = threading.Timer(0.3, reader.kill)
+        ends.start()
+        with lock_run_dir(tmp_path):
+            assert reader.wait() == -signal.SIGKILL
 
 
 def train(toml: str, folder: Path, *overrides: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.read import parse_line
-from fsdp2kit.report.serve import Follower, Server, Source, build_server
+from fsdp2kit.report.serve import FollowedRuns, Follower, PageServer, build_server
 from tests.report.runs import record, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(run: Path) -> Iterator[Server]:
+def server(run: Path) -> Iterator[PageServer]:
     with build_server([run], port=0) as found:
         thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -43,7 +43,7 @@ def server(run: Path) -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+def ask(server: PageServer, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
     connection.request(method, path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
@@ -52,7 +52,7 @@ def ask(server: Server, path: str, *, host: str | None = None, method: str = "GE
     return found
 
 
-def test_a_page_is_told_what_it_has_not(server: Server, run: Path) -> None:
+def test_a_page_is_told_what_it_has_not(server: PageServer, run: Path) -> None:
     whole = json.loads(ask(server, "/data.json")[1])
     assert whole["is_whole"]
     assert whole["runs"][0]["step"] == 5
@@ -67,7 +67,7 @@ def test_a_page_is_told_what_it_has_not(server: Server, run: Path) -> None:
     assert json.loads(ask(server, f"/data.json?version={whole['version']}&after=7")[1])["is_whole"]
 
 
-def test_only_the_page_and_its_data_are_served(server: Server) -> None:
+def test_only_the_page_and_its_data_are_served(server: PageServer) -> None:
     status, page = ask(server, "/")
     assert status == 200
     assert b"connect-src 'self'" in page
@@ -76,7 +76,7 @@ def test_only_the_page_and_its_data_are_served(server: Server) -> None:
     assert ask(server, "/", method="POST")[0] == 501
 
 
-def test_another_host_name_is_refused(server: Server) -> None:
+def test_another_host_name_is_refused(server: PageServer) -> None:
     port = server.server_address[1]
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", "localhost:9000", "localhost", f"[::1]:{port}"):
         assert ask(server, "/data.json", host=host)[0] == 200, host
@@ -84,7 +84,7 @@ def test_another_host_name_is_refused(server: Server) -> None:
         assert ask(server, "/data.json", host=host)[0] == 403, host
 
 
-def test_strange_queries_get_everything(server: Server) -> None:
+def test_strange_queries_get_everything(server: PageServer) -> None:
     for query in ("after=x", "after=-1&version=", "version=0.1&after=1,2,3", "after=%C2%B2"):
         status, found = ask(server, f"/data.json?{query}")
         assert status == 200
@@ -113,7 +113,7 @@ def test_old_lines_are_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_that_a_resume_replaced_is_read_anew(run: Path) -> None:
-    source = Source([run])
+    source = FollowedRuns([run])
     before = source.payload()
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (run / "new").write_text("".join(lines[:3]), encoding="utf-8")
@@ -128,14 +128,14 @@ def test_a_file_that_a_resume_replaced_is_read_anew(run: Path) -> None:
 def test_a_run_that_has_not_logged_yet_is_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "x", steps=0)
     (run / "metrics.jsonl").unlink()
-    source = Source([run])
+    source = FollowedRuns([run])
     before = source.payload()
     assert before["runs"][0]["curves"] == {}
     add(run, record(1, start=1))
     assert source.payload(version=before["version"], after=[0])["runs"][0]["step"] == 1
 
 
-def test_a_taken_port_is_a_mistake(server: Server, run: Path) -> None:
+def test_a_taken_port_is_a_mistake(server: PageServer, run: Path) -> None:
     with pytest.raises(UserError, match=r"port \d+: is taken; choose another --port"):
         build_server([run], port=server.server_address[1])
 

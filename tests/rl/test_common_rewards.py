@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit import run
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.data.code import code_digests
@@ -26,6 +25,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.rl import common_rewards
 from fsdp2kit.rl.common_rewards import exact_answer, matches_pattern, matches_schema, math_answer, overlong_penalty
 from fsdp2kit.rl.rewards.rewards import Rewards
+from fsdp2kit.run import main as run_main
 
 MODULE = "fsdp2kit.rl.common_rewards"
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
@@ -383,7 +383,7 @@ def test_the_check_refuses_them(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ('function = "F:matches_schema"\noptions = { schema_file = "absent.json" }', 2, "absent.json': no such file"),
     ):
         toml.write_text(f"{text}\n[[reward]]\n{table.replace('F:', MODULE + ':')}\n", encoding="utf-8")
-        assert run.main([str(toml), "--check", "mesh.cp=1"]) == code, capsys.readouterr()
+        assert run_main([str(toml), "--check", "mesh.cp=1"]) == code, capsys.readouterr()
         captured = capsys.readouterr()
         assert line in captured.out + captured.err
         assert code == 0 or captured.err.count("\n") == 1

@@ -14,13 +14,15 @@ import pytest
 import tomli
 import torch
 
-from fsdp2kit import run
 from fsdp2kit.planner.devices import ALLOWANCE, DEVICES
 from fsdp2kit.planner.search import Search
+from fsdp2kit.run import load
+from fsdp2kit.run import main as run_main
 from fsdp2kit.starter.draft import KINDS
 from fsdp2kit.starter.machine import bfloat16_speedup, launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
+from recipes import sft
 from tests.reference import demo_model_dir, needs_integers
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
@@ -72,7 +74,7 @@ def check(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("WORLD_SIZE", str(nodes * local))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert run.main([str(toml), "--check"]) == 0
+    assert run_main([str(toml), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_what_is_written_passes_the_check_and_trains(
     text = toml.read_text(encoding="utf-8")
     assert 20 <= len(text.splitlines()) <= 45
     check(toml, monkeypatch)
-    assert run.load(str(toml), [])[1].recipe == KINDS[kind].recipe
+    assert load(str(toml), [])[1].recipe == KINDS[kind].recipe
     if kind in QUICK:  # other tests train with it
         return
     overrides = [f"run.dir='{tmp_path / 'run'}'", "train.steps=2", "fsdp.param_dtype=float32", "wandb.mode=disabled"]
@@ -210,7 +212,7 @@ def test_without_model_and_data_the_check_names_what_to_fill_in(
         out = tmp_path / f"{kind}.toml"
         assert new.main([kind, "--out", str(out)]) == 0
         assert "fill in model.path, " in capsys.readouterr().out
-        assert run.main([str(out), "--check"]) == 2
+        assert run_main([str(out), "--check"]) == 2
         assert f"error: {missing}: neither model.path nor model.config" in capsys.readouterr().err
 
 
@@ -281,15 +283,15 @@ def test_a_recipe_to_change_is_a_copy_that_runs_by_name_and_by_path(
     monkeypatch.chdir(tmp_path)
     assert new.main(["recipe", "mine", *(["--from", source] if source != "sft" else [])]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "fsdp2kit run YOUR.toml recipe=mine"
-    own = (Path(run.__file__).parents[1] / "recipes" / f"{source}.py").read_bytes()
+    own = (Path(sft.__file__).parent / f"{source}.py").read_bytes()
     assert (tmp_path / "recipes" / "mine.py").read_bytes() == own
     toml = "demo_cp2" if source == "sft" else "dpo_smollm2"
     for name in ("mine", "recipes/mine.py"):
-        recipe, config = run.load(toml, [f"recipe={name}"])
+        recipe, config = load(toml, [f"recipe={name}"])
         assert Path(str(recipe.__file__)).resolve() == tmp_path / "recipes" / "mine.py"
         assert type(config) is recipe.Config
     if source == "sft":
-        assert run.main([toml, "--check", "recipe=mine"]) == 0
+        assert run_main([toml, "--check", "recipe=mine"]) == 0
 
 
 def test_a_recipe_is_not_overwritten_nor_put_in_the_place_of_ours(

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit import run
 from fsdp2kit.console import row_numbers, rows_text
 from fsdp2kit.errors import NonFiniteFailure
+from fsdp2kit.run import load
 from fsdp2kit.train.step import nonfinite_packs
 from tests.checkpoint.test_chaos import TOML
 from tests.workers import WorkerPool, run_command
@@ -23,7 +23,7 @@ from tools import preview
 
 def fail_in_a_step(toml: str, overrides: list[str], fails: str) -> tuple[str, list[str]]:
     """The failure of a run with one loss or gradient that is not finite; and the tokens of that micro-batch."""
-    recipe, config = run.load(toml, overrides)
+    recipe, config = load(toml, overrides)
     original, calls, seen = vars(recipe)["cross_entropy"], 0, []
 
     def poisoned(model: Any, inputs: dict[str, Any]) -> Any:
@@ -70,7 +70,7 @@ def test_the_packs_of_a_loss_that_is_not_finite_are_named_and_shown(
     texts = ["".join(piece["text"] for document in pack for piece in document) for pack in shown["packs"]]
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(run.load(str(toml), [])[1].model.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(load(str(toml), [])[1].model.tokenizer)
     assert [tokenizer.decode(ids)[: len(text)] for ids, text in zip(seen, texts, strict=True)] == texts
 
 

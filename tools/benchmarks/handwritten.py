@@ -25,7 +25,10 @@ class PlainLoop:
     """A sharded model of transformers with its optimizer, trained on whole logits."""
 
     def __init__(self, model: Any, optimizer: Optimizer, *, max_grad_norm: float, device: torch.device) -> None:
-        self.model, self.optimizer, self.max_grad_norm, self.device = model, optimizer, max_grad_norm, device
+        self.model = model
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.device = device
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
         """One optimizer step.
@@ -79,7 +82,8 @@ def build_handwritten(config: Any, *, device: torch.device) -> PlainLoop:
     model = load(config.model.path, dtype=torch.float32, attn_implementation="sdpa")
     model.to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    compute, optimizer = getattr(torch, config.fsdp.param_dtype), config.optimizer
+    compute = getattr(torch, config.fsdp.param_dtype)
+    optimizer = config.optimizer
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

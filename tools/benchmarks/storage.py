@@ -21,17 +21,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from fsdp2kit.bench.harness import (
-    Task,
-    give_back_memory,
-    missing_packages,
-    run_sides,
-    speed,
-    spread,
-    take_turns,
-    task_rows,
-)
-from fsdp2kit.bench.sides import bench_config
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
@@ -44,6 +33,17 @@ from fsdp2kit.job.distributed import World, gather_objects
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.parity.engine import Sharded
+from tools.benchmarks.harness import (
+    Task,
+    give_back_memory,
+    missing_packages,
+    run_sides,
+    speed,
+    spread,
+    take_turns,
+    task_rows,
+)
+from tools.benchmarks.sides import bench_config
 
 
 def bench_load(
@@ -86,11 +86,13 @@ def bench_load(
                 fully_shard(module, mesh=mesh.shard)
 
         sharded = load()  # imports the model's code, which is not measured
-        tensors, expected = sharded.state_dict(), whole(dtype=torch.float32).state_dict()
+        tensors = sharded.state_dict()
+        expected = whole(dtype=torch.float32).state_dict()
         equal = [torch.equal(tensor.full_tensor().cpu(), expected[name]) for name, tensor in tensors.items()]
         shards = max(gather_objects(sum(tensor.to_local().nbytes for tensor in tensors.values())))
         stored = [tensor.numel() * getattr(torch, dtype).itemsize for tensor in tensors.values()]
-        parameters, largest = sum(tensor.numel() for tensor in tensors.values()), sorted(stored)[-2:]
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        largest = sorted(stored)[-2:]
         del sharded, tensors, expected
         sides = {
             "fsdp2kit": Task(load),
@@ -166,7 +168,8 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
         def save(name: str) -> None:
             give_back_memory()
             gather_objects(None)  # all ranks begin together
-            checkpoints, started = kinds[name], time.perf_counter()
+            checkpoints = kinds[name]
+            started = time.perf_counter()
             checkpoints.save(Progress(step=len(waited[name]) + 1))
             seconds = time.perf_counter() - started
             model.loss_sum(inputs, inputs.roll(-1), position_ids=positions).backward()

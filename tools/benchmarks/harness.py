@@ -35,7 +35,8 @@ def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options
     Args:
         max_minutes: start no further part after this long.
     """
-    world, began = distributed.start(timeout_minutes=60), time.monotonic()
+    world = distributed.start(timeout_minutes=60)
+    began = time.monotonic()
     name = bench.__name__.removeprefix("bench_")
     # A figure must be quoted with command, versions, devices, git state and the machine's load.
     environment = describe_environment(world_size=world.size, mesh={})
@@ -80,7 +81,8 @@ class Task(Side):
     def __init__(
         self, work: Callable[[], object], around: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        self._work, self._around = work, around
+        self._work = work
+        self._around = around
 
     def prepare(self) -> None:
         give_back_memory()
@@ -153,7 +155,8 @@ def timed(work: Callable[[], object], *, device: torch.device) -> tuple[float, f
         torch.cuda.synchronize(device)
     if distributed.world_size() > 1:
         dist.barrier()
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -228,7 +231,9 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.peak: int | None = None
-        self._device, self._done, self._lock = device, threading.Event(), threading.Lock()
+        self._device = device
+        self._done = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> PeakMemory:
@@ -272,9 +277,9 @@ def give_back_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.malloc_trim(0)
 
 
 def missing_packages(*names: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from transformers import PreTrainedModel
 
-from fsdp2kit.bench.handwritten import PlainLoop
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.checks import HYBRID, MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
@@ -38,11 +38,13 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import ignored_modules, reshards_after_forward
 from fsdp2kit.weights.record import weights_of
+from tools.benchmarks.handwritten import PlainLoop
 
 
 def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
     """Refuse what FSDP1 cannot do, and what cannot be read or started twice."""
-    fsdp, reshard = config.fsdp, config.fsdp.reshard_after_forward
+    fsdp = config.fsdp
+    reshard = config.fsdp.reshard_after_forward
     mixes_policies = fsdp.unit == "size" and bool(fsdp.unit_classes)
     refusals: list[tuple[str, Any, bool, str]] = [
         ("mesh.cp", config.mesh.cp, config.mesh.cp > 1, "set it to 1"),
@@ -125,7 +127,8 @@ class FSDP1Loop(PlainLoop):
     """A model under FSDP1 with its optimizer and schedule, after `check_fsdp1`. Collective."""
 
     def __init__(self, config: TrainingConfig, *, world: World) -> None:
-        device, model = world.device, build_model(config.model)
+        device = world.device
+        model = build_model(config.model)
         materialize(model, device=torch.device("cpu"))
         fill_weights(config.model, model, seed=config.run.seed)
         apply_liger(config.model, model, device=device)
@@ -176,6 +179,6 @@ class FSDP1Loop(PlainLoop):
         # Read from the wrapped model: in a world of one FSDP1 makes it NO_SHARD.
         made = ("sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch")
         ran = {name: getattr(self.model, name) for name in (*made, "limit_all_gathers")}
-        said = ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in ran.items())
+        said = ", ".join(f"{name} {value.name if isinstance(value, Enum) else value}" for name, value in ran.items())
         attention = self.model.module.config._attn_implementation
         return f"FullyShardedDataParallel: units {len(units)} ({classes}), {said}, attention {attention}, whole logits"

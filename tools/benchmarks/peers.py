@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
-from fsdp2kit import run
-from fsdp2kit.bench.fsdp1 import FSDP1Loop, check_fsdp1
-from fsdp2kit.bench.handwritten import build_handwritten
-from fsdp2kit.bench.harness import Side, missing_packages
-from fsdp2kit.bench.sides import LoopSide, OurSide, bench_config, compare
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import World
+from fsdp2kit.run import load
+from tools.benchmarks.fsdp1 import FSDP1Loop, check_fsdp1
+from tools.benchmarks.handwritten import build_handwritten
+from tools.benchmarks.harness import Side, missing_packages
+from tools.benchmarks.sides import LoopSide, OurSide, bench_config, compare
 
 _OTHERS = ("handwritten", "trl", "trl_without_ac", "trl_padded", "hf_trainer_padded", "hf_trainer_longest")
 PAIRS = {
@@ -94,7 +94,7 @@ def _build_side(name: str, config: TrainingConfig, *, conversations: int, world:
         return OurSide(config, world=world)
     if name == "handwritten":
         return LoopSide(partial(build_handwritten, config, device=world.device), config, world=world)
-    from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
+    from tools.benchmarks.hf_trainer import HFSide  # which imports accelerate
 
     return HFSide(name, config, conversations=conversations, world=world)
 
@@ -126,7 +126,7 @@ def bench_fsdp1(
     """
     steps = {"steps": warmup + rounds, "epochs": None, "log_every": 1}
     with distributed.agreement():
-        _, config = run.load(toml, overrides)
+        _, config = load(toml, overrides)
         config = config.model_copy(update={"train": config.train.model_copy(update=steps)})
         sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
         check_fsdp1(config, sizes=sizes)

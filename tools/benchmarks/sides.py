@@ -14,8 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from fsdp2kit.bench.handwritten import PlainLoop
-from fsdp2kit.bench.harness import Side, run_sides, speed, spread
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.schema import ProfileConfig
@@ -25,6 +23,8 @@ from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.engine import Sharded
+from tools.benchmarks.handwritten import PlainLoop
+from tools.benchmarks.harness import Side, run_sides, speed, spread
 
 PAIR_BARS = {
     "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
@@ -49,7 +49,9 @@ class OurSide(Side):
     """fsdp2kit's own loop: reading the batch, agreeing on it, the step, the speeds, a record in a file."""
 
     def __init__(self, config: TrainingConfig, *, world: World, fill: Any = fill_weights) -> None:
-        self._config, self._world, self._fill = config.model_copy(update={"profile": ProfileConfig()}), world, fill
+        self._config = config.model_copy(update={"profile": ProfileConfig()})
+        self._world = world
+        self._fill = fill
         self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
         self._folder = tempfile.TemporaryDirectory()
@@ -80,7 +82,8 @@ class LoopSide(Side):
     """A plain data-parallel loop on our batches. Reading them is not timed, as if workers had hidden it."""
 
     def __init__(self, build: Callable[[], PlainLoop], config: TrainingConfig, *, world: World) -> None:
-        self._build, self._index = build, 0
+        self._build = build
+        self._index = 0
         self._batches, _ = read_data(config, dp_rank=world.rank, dp_size=world.size)
 
     def build(self) -> None:
@@ -171,7 +174,8 @@ def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, toleranc
         "by_cpu_time": speed(ours["cpu_seconds"], other["cpu_seconds"], work=work),
     }
     for whose, side in (("our", ours), ("its", other)):
-        step, tokens = spread(side["seconds"]), side["supervised_tokens"]
+        step = spread(side["seconds"])
+        tokens = side["supervised_tokens"]
         row[f"{whose}_tokens_per_second"] = sum(tokens) / len(tokens) / step["median"]
         row |= {f"{whose}_step": step, f"{whose}_peak_bytes": side["peak_bytes"]}
     peaks = ours["peak_bytes"], other["peak_bytes"]

@@ -28,14 +28,14 @@ from transformers import (
     default_data_collator,
 )
 
-from fsdp2kit.bench.harness import Side
-from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.job.distributed import World, gather_objects, work_on_this_device
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.weights.record import weights_of
+from tools.benchmarks.harness import Side
+from tools.benchmarks.sides import Work, read_data
 
 
 class HFSide(Side):
@@ -54,23 +54,31 @@ class HFSide(Side):
     def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
-        self._config, self._device = config, world.device
+        self._config = config
+        self._device = world.device
         self._turns = Turns(lambda: self._trainer.train())
         self._seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
+        train = config.train
+        seq_len = config.data.seq_len
+        steps = (config.train.steps or 0) + 1
         accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
-        rows, self._batches = train.micro_batch_size, f"{train.micro_batch_size} a rank, in rows of {seq_len}"
+        rows = train.micro_batch_size
+        self._batches = f"{train.micro_batch_size} a rank, in rows of {seq_len}"
         if name in ("hf_trainer_longest", "trl_padded"):
-            rows, self._batches = conversations, f"{conversations} conversations a rank, padded to the longest"
-        self._classes, self._given = (Trainer, TrainingArguments), {"processing_class": tokenizer}
+            rows = conversations
+            self._batches = f"{conversations} conversations a rank, padded to the longest"
+        self._classes = (Trainer, TrainingArguments)
+        self._given = {"processing_class": tokenizer}
         self._folder = tempfile.TemporaryDirectory()
         self._arguments = _arguments(config, steps=steps, rows=rows, accumulation=accumulation, world=world)
         self._arguments["output_dir"] = self._folder.name
         if name.startswith("trl"):
             from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-            packs, recomputes = name != "trl_padded", name != "trl_without_ac"
-            self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.packs_per_epoch)
+            packs = name != "trl_padded"
+            recomputes = name != "trl_without_ac"
+            self._classes = (SFTTrainer, SFTConfig)
+            dataset = _documents(loader, loader.packs_per_epoch)
             self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
             # In random order: packing puts the longest documents first.
             self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
@@ -78,7 +86,8 @@ class HFSide(Side):
                 self._batches = f"rows of {seq_len} packed by TRL, no attention_mask but position_ids"
             self._batches += f", activation checkpointing {'on' if recomputes else 'off'}"
         elif name == "hf_trainer":
-            dataset, self._given["data_collator"] = _rows(loader, steps), default_data_collator
+            dataset = _rows(loader, steps)
+            self._given["data_collator"] = default_data_collator
         else:
             dataset = _documents(loader, steps * world.size * rows * accumulation)
             padding = {"padding": "max_length", "max_length": seq_len} if name == "hf_trainer_padded" else {}
@@ -87,7 +96,8 @@ class HFSide(Side):
 
     def build(self) -> None:
         """Build the model and the trainer, which makes its optimizer in the first step."""
-        section, lora = self._config.model, self._config.lora
+        section = self._config.model
+        lora = self._config.lora
         # A frozen model needs no float32 values; our side stores it in the dtype of compute, too.
         dtype = getattr(torch, self._config.fsdp.param_dtype) if self._config.trains_adapter else torch.float32
         how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
@@ -134,10 +144,13 @@ class HFSide(Side):
         return Work(sum(losses) / len(ranks), sum(supervised), sum(tokens))
 
     def describe(self) -> str:
-        wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
-        parameter, trained = next(wrapped.parameters()), next(p for p in wrapped.parameters() if p.requires_grad)
+        wrapped = self._trainer.model_wrapped
+        accelerator = self._trainer.accelerator
+        parameter = next(wrapped.parameters())
+        trained = next(p for p in wrapped.parameters() if p.requires_grad)
         where = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
-        dtype, attention = str(parameter.dtype).removeprefix("torch."), self._trainer.model.config._attn_implementation
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        attention = self._trainer.model.config._attn_implementation
         if self._config.trains_adapter:
             dtype += f" (adapters in {str(trained.dtype).removeprefix('torch.')})"
         return (
@@ -161,8 +174,11 @@ class Turns(TrainerCallback):
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._go, self._done, self._stopping = threading.Semaphore(0), threading.Semaphore(0), False
-        self._work, self._thread = work, ThreadPoolExecutor(1, initializer=work_on_this_device())
+        self._go = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._stopping = False
+        self._work = work
+        self._thread = ThreadPoolExecutor(1, initializer=work_on_this_device())
         self._future: Future[object] | None = None
 
     def advance(self) -> None:

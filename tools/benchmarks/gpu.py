@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from fsdp2kit.bench.harness import Side, give_back_memory, missing_packages, speed, spread, timed
-from fsdp2kit.bench.sides import OurSide, bench_config, read_data, train_sides
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import World, local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
 from fsdp2kit.weights.modules import build_skeleton, packed_weights
+from tools.benchmarks.harness import Side, give_back_memory, missing_packages, speed, spread, timed
+from tools.benchmarks.sides import OurSide, bench_config, read_data, train_sides
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "tie_word_embeddings")
@@ -144,7 +144,8 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
 def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
     """Fill with random values, fast: training draws them on the host, which takes longer than the steps for 8B."""
     torch.manual_seed(seed)
-    shapes, device = build_skeleton(model).state_dict(), next(model.parameters()).device
+    shapes = build_skeleton(model).state_dict()
+    device = next(model.parameters()).device
     for name, fill in packed_weights(model).items():
         fill(0.02 * torch.randn(shapes[name].shape, device=device))
     for values in (local_part(p.detach()) for p in model.parameters() if p.is_floating_point()):
@@ -152,10 +153,11 @@ def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
 
 
 def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
-    device, steps = world.device, config.train.steps or 0
+    device = world.device
+    steps = config.train.steps or 0
     warmup = steps // 3
     if name.startswith("Trainer"):
-        from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
+        from tools.benchmarks.hf_trainer import HFSide  # which imports accelerate
 
         side: Side = HFSide("hf_trainer", config, world=world)
     else:
@@ -164,9 +166,12 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
     counts = count_model_flops(build_model(config.model, lora=config.lora))  # on meta
     loader, _ = read_data(config, dp_rank=0, dp_size=1)
     batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
-    pairs, tokens = sum(micro.attention_pairs for micro in batches), sum(found["input_tokens"])
+    pairs = sum(micro.attention_pairs for micro in batches)
+    tokens = sum(found["input_tokens"])
     flops = flops_per_batch(counts, tokens=tokens, attention_pairs=pairs)
-    seconds, peak, on_cuda = sum(found["seconds"]), device_peak_flops(device), device.type == "cuda"
+    seconds = sum(found["seconds"])
+    peak = device_peak_flops(device)
+    on_cuda = device.type == "cuda"
     return {
         "rows": f"{config.train.global_batch_size} × {config.data.seq_len}",
         "first_step_seconds": found["first_step_seconds"],
@@ -182,7 +187,8 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
 
 def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
     """The shares of three traced steps, after two steps that are not traced."""
-    side, activity = OurSide(config, world=world, fill=_fill_on_the_device), torch.profiler.ProfilerActivity
+    side = OurSide(config, world=world, fill=_fill_on_the_device)
+    activity = torch.profiler.ProfilerActivity
     try:
         side.build()
         with torch.profiler.profile(
@@ -217,9 +223,11 @@ def shares(events: Iterable[Any]) -> dict[str, Any]:
     work = [event for event in events if not event.is_user_annotation and not event.is_async]
     on_device = [event for event in work if event.device_type.name == "CUDA"]
     busy = dict.fromkeys((kind for kind, _ in _KINDS[1:]), 0.0)
-    covered, reached = 0.0, 0.0
+    covered = 0.0
+    reached = 0.0
     for event in sorted(on_device or work, key=lambda event: event.time_range.start):
-        start, end = event.time_range.start, event.time_range.end
+        start = event.time_range.start
+        end = event.time_range.end
         # An operator's own time does not include the operators that it calls.
         busy[kind_of(event.name)] += end - start if on_device else event.self_cpu_time_total
         covered += max(0.0, end - max(start, reached))

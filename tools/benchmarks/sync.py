@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2kit.bench.harness import PeakMemory, Task, run_sides, task_rows
-from fsdp2kit.bench.sides import bench_config
-from fsdp2kit.bench.storage import llama_config
 from fsdp2kit.job.distributed import World, gather_objects
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.rl.checksums import checksum, is_chosen
 from fsdp2kit.rl.engines.engine import Bucket, VersionedWeights
 from fsdp2kit.rl.network_transport import Link, Meeting, NetworkReceiver, NetworkSender, in_background, join
 from fsdp2kit.rl.weight_sync import sync_weights
+from tools.benchmarks.harness import PeakMemory, Task, run_sides, task_rows
+from tools.benchmarks.sides import bench_config
+from tools.benchmarks.storage import llama_config
 
 _SECONDS = 300.0
 
@@ -69,15 +69,20 @@ class _Engine(VersionedWeights):
     """As the client of a vLLM server, with a pipe in place of HTTP."""
 
     def __init__(self, ask: Any, world: World) -> None:
-        self._ask, self._is_main = ask, world.is_main
+        self._ask = ask
+        self._is_main = world.is_main
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
         self._sums: dict[str, Any] = {}
         if self._is_main:
             self._ask("begin", "fsdp2kit")
-            invite, announce = (lambda place, _: self._ask("meet", place)), (lambda told: self._ask("bucket", told))
-            self._sender = NetworkSender("127.0.0.1", _SECONDS, invite=invite, announce=announce)
+            self._sender = NetworkSender(
+                "127.0.0.1",
+                _SECONDS,
+                invite=lambda place, _: self._ask("meet", place),
+                announce=lambda told: self._ask("bucket", told),
+            )
 
     def load_weights(self, bucket: Bucket) -> None:
         if self._is_main:
@@ -95,7 +100,8 @@ class _Engine(VersionedWeights):
 
 def _one_by_one(parameters: dict[str, Any], ask: Any, world: World) -> None:
     """Gather a tensor, send it, and go on to the next one."""
-    link, answer = None, None
+    link = None
+    answer = None
     if world.is_main:
         ask("begin", "full_tensor")
         meeting = Meeting("127.0.0.1", _SECONDS)
@@ -139,12 +145,15 @@ def _serve(connection: Any, shapes: dict[str, list[int]], name: str) -> None:
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
     peaks: dict[str, int] = {}
     memory = PeakMemory(device)
-    side, link, receiver = "", None, None
+    side = ""
+    link = None
+    receiver = None
     while True:
         kind, *rest = connection.recv()
         answer: Any = None
         if kind == "begin":
-            side, memory = rest[0], PeakMemory(device)
+            side = rest[0]
+            memory = PeakMemory(device)
             memory.__enter__()
         elif kind == "meet":
             receiver = NetworkReceiver(rest[0], number=0, count=1, device=device)

@@ -1,0 +1,1 @@
+"""Benchmarks: what `tools/bench.py` measures, as functions that return plain, JSON-ready dictionaries."""
