@@ -82,18 +82,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` imports these when they are used
     from fsdp2kit.checkpoint.export_model import export_model as export_model
     from fsdp2kit.checkpoint.run import build_checkpoints as build_checkpoints
-    from fsdp2kit.config.optimization import AdamWConfig as AdamWConfig
-    from fsdp2kit.config.optimization import CosineScheduleConfig as CosineScheduleConfig
-    from fsdp2kit.config.optimization import LoraConfig as LoraConfig
-    from fsdp2kit.config.parallel_schema import ActivationCheckpointingConfig as ActivationCheckpointingConfig
-    from fsdp2kit.config.parallel_schema import CompileConfig as CompileConfig
-    from fsdp2kit.config.parallel_schema import ContextParallelConfig as ContextParallelConfig
-    from fsdp2kit.config.parallel_schema import Float8Config as Float8Config
-    from fsdp2kit.config.parallel_schema import FSDPConfig as FSDPConfig
-    from fsdp2kit.config.parallel_schema import MeshConfig as MeshConfig
+    from fsdp2kit.config.schema import ActivationCheckpointingConfig as ActivationCheckpointingConfig
+    from fsdp2kit.config.schema import AdamWConfig as AdamWConfig
     from fsdp2kit.config.schema import ChatDataConfig as ChatDataConfig
     from fsdp2kit.config.schema import CheckpointConfig as CheckpointConfig
+    from fsdp2kit.config.schema import CompileConfig as CompileConfig
+    from fsdp2kit.config.schema import ContextParallelConfig as ContextParallelConfig
+    from fsdp2kit.config.schema import CosineScheduleConfig as CosineScheduleConfig
     from fsdp2kit.config.schema import EvalConfig as EvalConfig
+    from fsdp2kit.config.schema import Float8Config as Float8Config
+    from fsdp2kit.config.schema import FSDPConfig as FSDPConfig
+    from fsdp2kit.config.schema import LoraConfig as LoraConfig
+    from fsdp2kit.config.schema import MeshConfig as MeshConfig
     from fsdp2kit.config.schema import ModelConfig as ModelConfig
     from fsdp2kit.config.schema import PreferenceDataConfig as PreferenceDataConfig
     from fsdp2kit.config.schema import ProfileConfig as ProfileConfig
@@ -169,19 +169,19 @@ _HOMES = {
     "TrainingConfig": "config.schema",
     "RunConfig": "config.schema",
     "ModelConfig": "config.schema",
-    "LoraConfig": "config.optimization",
-    "MeshConfig": "config.parallel_schema",
-    "FSDPConfig": "config.parallel_schema",
-    "ContextParallelConfig": "config.parallel_schema",
-    "ActivationCheckpointingConfig": "config.parallel_schema",
-    "CompileConfig": "config.parallel_schema",
-    "Float8Config": "config.parallel_schema",
+    "LoraConfig": "config.schema",
+    "MeshConfig": "config.schema",
+    "FSDPConfig": "config.schema",
+    "ContextParallelConfig": "config.schema",
+    "ActivationCheckpointingConfig": "config.schema",
+    "CompileConfig": "config.schema",
+    "Float8Config": "config.schema",
     "ChatDataConfig": "config.schema",
     "TextDataConfig": "config.schema",
     "PreferenceDataConfig": "config.schema",
     "TrainConfig": "config.schema",
-    "AdamWConfig": "config.optimization",
-    "CosineScheduleConfig": "config.optimization",
+    "AdamWConfig": "config.schema",
+    "CosineScheduleConfig": "config.schema",
     "EvalConfig": "config.schema",
     "CheckpointConfig": "config.schema",
     "WandbConfig": "config.schema",

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.console import in_one_line, show
+from fsdp2kit.files.remote import to_path
 
 
 @in_one_line

@@ -44,10 +44,11 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
+from fsdp2kit.checkpoint.store import in_use, open_store
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import check_writable, fill, is_remote, to_path
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.job.events import Events

@@ -32,9 +32,9 @@ from fsdp2kit.checkpoint.hf import (
 from fsdp2kit.checkpoint.reader import in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import check_writable, is_remote, to_path
 from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import agree, agreement, sharded_like
 from fsdp2kit.model.adapters import adapter_of

@@ -28,11 +28,12 @@ from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, 
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
-from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, in_use, is_complete
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import read_json_object, replace_file, sha256
 from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import fill, is_remote, on_disk, to_path
 from fsdp2kit.job import distributed, stop
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG

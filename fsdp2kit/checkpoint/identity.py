@@ -9,13 +9,14 @@ from typing import Any
 import tomli
 
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, is_complete
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_text, sha256
 from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.distributed import gather_objects, host_of
 from fsdp2kit.job.events import changes as settings_changes
 from fsdp2kit.job.events import flat

@@ -13,11 +13,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
 
-from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
+from fsdp2kit.checkpoint.store import MANIFEST, in_use
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
 from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
 
 _T = TypeVar("_T")

@@ -10,8 +10,8 @@ from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, setti
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.data.sources import is_url
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_url
 
 
 def try_places(config: TrainingConfig) -> list[str]:

@@ -31,10 +31,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import open_regular
+from fsdp2kit.files.remote import is_remote
 from fsdp2kit.job.distributed import host_of, local_part
 from fsdp2kit.torch_compat import FsspecReader
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
-from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_remote
 
 LET_GO_BYTES = 1 << 26
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}

@@ -32,7 +32,7 @@ class MeshSizes:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineNeeds:
     """What generates responses between steps. The planner turns this into bytes."""
 
     embedded: bool
@@ -61,7 +61,7 @@ class Needs:
     """Whether the loss is made of tokens' log-probabilities, whose backward computes the logits again."""
     reference: bool = False
     """Whether a frozen copy of the model is kept; beside new adapters that is the model without them."""
-    engine: Engine | None = None
+    engine: EngineNeeds | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
     """Bytes of what else is on each rank's device throughout, by what it is for."""
     savings: Mapping[str, Any] = field(default_factory=dict)

@@ -225,7 +225,7 @@ def estimate(
         if mfu is not None:
             share = own_share(config, step, sent, device, mfu=mfu)
         speed = estimate_speed(config, step, sent, device, share or published_share(config, model, device))
-    engine = config.needs(config).engine
+    engine = config.engine_needs
     cycle = [] if engine is None else rollout_moments(engine, config, model, step)
     load = Moment("load", "weights", at_rest(step, state=False))
     saves = (("save", "checkpoint"), ("export", "from the checkpoint's files"))
@@ -374,7 +374,7 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
         # A checkpoint of adapters has no frozen weights.
         weights = shards if step.plan.adapter is None else gradients
         found["staging of an asynchronous save"] = step.optimizer + sum(weights)
-    if (engine := config.needs(config).engine) is not None and engine.sleeps:  # pinned, and kept for the next time
+    if (engine := config.engine_needs) is not None and engine.sleeps:  # pinned, and kept for the next time
         state = step.state_sizes if step.state_on_device else ()
         found["asleep"] = pinned([*shards, *state]) + sum(step.beside.values()) + engine_bytes(engine, model)
     if offloaded := pinned(layer.kept_on_host for _, layer in step.layers):

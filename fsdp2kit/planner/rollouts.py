@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.facts import Engine
+from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.model.flops import attention_layers, head_widths
 from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
@@ -33,7 +33,9 @@ def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 
     return total * rows * item_bytes(dtype)
 
 
-def rollout_moments(engine: Engine, config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
+def rollout_moments(
+    engine: EngineNeeds, config: TrainingConfig, model: PreTrainedModel, step: StepMemory
+) -> list[Moment]:
     """What is allocated while weights go to the engine, and while it generates; of a server, the trainer's side alone.
 
     Prompts are taken to be as long as ``data.seq_len`` lets them, and every response to be cut. Their activations are

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
-from fsdp2kit.config.facts import Engine
+from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
@@ -291,7 +291,7 @@ def under_load(step: StepMemory, load: float = 1) -> StepMemory:
     return replace(step, layers=layers)
 
 
-def engine_bytes(engine: Engine, model: PreTrainedModel) -> int:
+def engine_bytes(engine: EngineNeeds, model: PreTrainedModel) -> int:
     """Bytes of an embedded engine's weights on a rank; 0 of a server, whose memory is its own."""
     if not engine.embedded:
         return 0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import stop
 from fsdp2kit.rl.reward_worker import shortened

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.contents import Content
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects

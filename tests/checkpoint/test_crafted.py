@@ -19,8 +19,8 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import ensure_export
 from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader
-from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import to_path
 from tests.checkpoint.jobs import checkpoints_of, progress_at
 from tests.checkpoint.test_checkpoints import saved_alone
 

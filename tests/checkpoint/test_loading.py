@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files.remote import to_path
 from tests.checkpoint import jobs
 from tests.workers import WorkerPool
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit import run
-from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.config.section import OverrideText
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl import common_rewards
