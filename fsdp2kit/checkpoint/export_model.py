@@ -34,7 +34,7 @@ from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import check_writable, is_remote, to_path
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import agree, agreement, sharded_like
 from fsdp2kit.model.adapters import adapter_of
@@ -79,8 +79,7 @@ def export_model(
             tensors = model_tensors(model)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             plan = _plan(model, source, tensors, to_path(out), Path(folder), name, max_shard_bytes)
-            if not is_remote(plan.out.path):
-                check_writable(plan.out.path.parent, where="export_model")
+            plan.out.check_writable(where="export_model")
             if distributed.rank() == 0:
                 notes = save_assets(
                     Path(folder),

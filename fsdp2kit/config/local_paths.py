@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.config.section import InputPath, LocalPath, OutputPath, Section, TemplatePath
+from fsdp2kit.config.sections.checkpoint import EXPORT
 from fsdp2kit.files.remote import is_url, path_on_disk
 
 
@@ -38,7 +39,7 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
     found = {}
     if (checkpoints := _on_disk(section.dir, run_dir)) is not None:
         found["checkpoint.dir" if section.dir else "run.dir"] = checkpoints
-    export = _on_disk(section.export_dir, run_dir / "hf")
+    export = _on_disk(section.export_dir, run_dir / EXPORT)
     if section.export_hf != "never" and export is not None and export.parent not in found.values():
         found["checkpoint.export_dir"] = export.parent
     return found

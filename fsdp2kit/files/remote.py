@@ -137,7 +137,7 @@ def can_read_in_threads(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def part_of_file(path: Path, offset: int, length: int) -> Iterator[BinaryIO]:
+def part_of_file(path: Path, offset: int, length: int) -> Iterator[io.BufferedReader | io.BytesIO]:
     """A stream of ``length`` bytes of a regular file; those of an object store are read at once."""
     if is_remote(path):  # where each seek would be a request
         with path.open("rb") as file:
@@ -178,6 +178,13 @@ def on_one_disk(one: Path, other: Path) -> bool:
     return one.stat().st_dev == other.stat().st_dev
 
 
+def how_to_mend(path: Path) -> str:
+    """What the user should do about a place where writing failed."""
+    if is_remote(path):
+        return "see that the store can be reached and written to"
+    return f"free space there, or mend {path}"
+
+
 def is_storage_error(cause: BaseException, path: Path) -> bool:
     """Whether an error is of the disk that a path is on (full, read-only, failed), or of its object store."""
     if isinstance(cause, OSError) and cause.errno in _OF_DISKS:
@@ -193,7 +200,10 @@ class _Window(io.RawIOBase):
     """A part of a file, as a file of its own."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

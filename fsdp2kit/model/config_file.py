@@ -39,7 +39,8 @@ def changed_fields(
     Returns:
         The fields, equal to ``fields`` if nothing was changed; and whether transformers reads them as ``config``.
     """
-    found, after = copy.deepcopy(dict(fields)), _values(config)
+    found = copy.deepcopy(dict(fields))
+    after = _values(config)
     before = _values(_read(found, config, None) if whole is None else text_config_of(whole))
     # First what the source's file names; then also what transformers derives from other keys.
     for names_all in (False, True):
@@ -48,7 +49,8 @@ def changed_fields(
         for candidate in _candidates(found, before, after, config, is_part=whole is not None, names_all=names_all):
             values = _values(_read(candidate, config, whole))
             if values and values.get(ROPE) == after.get(ROPE):
-                found, before = candidate, values
+                found = candidate
+                before = values
                 break
     return found, before == after
 
@@ -191,7 +193,8 @@ def _change(
         if named is None and not names_all:
             continue
         name = named or key
-        inner, old = target.get(name), before.get(key)
+        inner = target.get(name)
+        old = before.get(key)
         if isinstance(value, dict) and "model_type" in value and isinstance(inner, dict) and isinstance(old, dict):
             _change(inner, old, value, {}, names_all=names_all)
         else:
@@ -219,11 +222,13 @@ def _old_rope(target: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[di
         (names for names in _ROPE_NAMES if any(name in target for name in names)), _ROPE_NAMES[0]
     )
     kinds = {key: value for key, value in rope.items() if isinstance(value, dict)}
-    flat, local = dict(rope), None
+    flat = dict(rope)
+    local: dict[str, Any] | None = None
     if kinds:
         if kinds.keys() != {"full_attention", "sliding_attention"}:
             return
-        flat, local = dict(kinds["full_attention"]), dict(kinds["sliding_attention"])
+        flat = dict(kinds["full_attention"])
+        local = dict(kinds["sliding_attention"])
         if local.get("rope_type", "default") != "default":
             return
     keys: dict[str, Any] = {theta_name: flat.pop("rope_theta", None)}

@@ -47,7 +47,8 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """The `OfChunk` of −log softmax(logits)[label]: ``[n, 1]``."""
     target = labels[:, None]
-    wanted, peak = logits.gather(1, target), logits.amax(dim=-1, keepdim=True)
+    wanted = logits.gather(1, target)
+    peak = logits.amax(dim=-1, keepdim=True)
     # Softmax and its normalizer in place, with one exponential an element: logsumexp would take another.
     probabilities = logits.sub_(peak).exp_()
     total = probabilities.sum(dim=-1, keepdim=True)
@@ -71,7 +72,8 @@ def cross_entropy_and_entropy(
 
     For values that are not summed: backward alone asks for their slope, and then for no values.
     """
-    logits, target = logits.div_(temperature), labels[:, None]
+    logits = logits.div_(temperature)
+    target = labels[:, None]
     if wants_slope:
         assert factors is not None, "these values are not summed, so only backward asks for a slope"
         scale = factors / temperature
@@ -175,8 +177,12 @@ class _Pass:
         factors: Tensor | None = None,
     ) -> None:
         self.how = how
-        self.hidden, self.labels, self.parameters, self.trained = hidden, labels, parameters, trained
-        self.wants_slope, self.factors = wants_slope, factors
+        self.hidden = hidden
+        self.labels = labels
+        self.parameters = parameters
+        self.trained = trained
+        self.wants_slope = wants_slope
+        self.factors = factors
         self.gradients: list[Tensor | None] = [None] * len(trained)
         """For hidden states and each parameter; None where none is wanted, or ``own`` does not read the parameter."""
         if wants_slope and trained[0]:
@@ -192,7 +198,8 @@ class _Pass:
 
     def _linear(self, part: slice) -> Tensor:
         """A chunk of a head whose logits are ``hidden @ weightᵀ``."""
-        chunk, weight = self.hidden[part], self.parameters[0]
+        chunk = self.hidden[part]
+        weight = self.parameters[0]
         values, slope = self._ask(F.linear(chunk, weight).float(), part)
         if slope is None:
             return values

@@ -39,9 +39,11 @@ def load_hf_configs(
 ) -> tuple[PretrainedConfig, PretrainedConfig | None]:
     """As `load_hf_config`; and the checkpoint's own config, without overrides, if it has several parts."""
     # A copy, since transformers adds keys to the dicts that it is given.
-    overrides, whole = copy.deepcopy(dict(section.config)), None
+    overrides = copy.deepcopy(dict(section.config))
+    whole = None
     if section.path is None:
-        model_type, fields = overrides.pop("model_type"), {}
+        model_type = overrides.pop("model_type")
+        fields = {}
         try:
             known: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
         except (KeyError, ValueError):
@@ -203,7 +205,9 @@ def _merge(
         known: fields that the config may have.
         model_type: its config class has the other names, in ``attribute_map``.
     """
-    merged, aliases, seen = dict(fields), _aliases(model_type), {}
+    merged = dict(fields)
+    aliases = _aliases(model_type)
+    seen = {}
     for key, value in overrides.items():
         own = aliases.get(key, key)
         if own in seen:
@@ -216,7 +220,8 @@ def _merge(
             _check_known(found, known, where=where, also=aliases)
         for name in names:
             merged.pop(name, None)
-        merged[own], nested = value, known.get(found)
+        merged[own] = value
+        nested = known.get(found)
         if own == "rope_parameters":
             merged.pop("rope_scaling", None)  # transformers 4's name for them, which would go before
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):

@@ -56,7 +56,8 @@ def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None
     for module, base in ((model, LossModel), (head, LossHead)):
         kind = type(module)
         module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-    head.own, head.read = own, [head]
+    head.own = own
+    head.read = [head]
     if own_head:  # some models have layers between their base and the head
         backbone = backbone_name(model)
         head.read += [module for name, module in model.named_children() if name != backbone and module is not head]

@@ -13,6 +13,10 @@ from fsdp2kit.files.remote import is_url
 
 DType = Literal["float32", "bfloat16", "float16"]
 
+# Default places of checkpoints and of the export, in the run directory.
+CHECKPOINTS = "checkpoints"
+EXPORT = "hf"
+
 
 class CheckpointConfig(Section):
     """Checkpoints and the Hugging Face export."""
