@@ -30,27 +30,27 @@ from .train.step import clip_gradients as clip_gradients
 from .parallel.context_parallel.batch import build_slice_batch as build_slice_batch
 from .checkpoint.export_model import export_model as export_model
 from .console import say as say
-from .config.schema import Section as Section
+from .config.section import Section as Section
 from .config.schema import TrainingConfig as TrainingConfig
-from .config.schema import RunConfig as RunConfig
-from .config.schema import ModelConfig as ModelConfig
-from .config.optimization import LoraConfig as LoraConfig
-from .config.parallel_schema import MeshConfig as MeshConfig
-from .config.parallel_schema import FSDPConfig as FSDPConfig
-from .config.parallel_schema import ContextParallelConfig as ContextParallelConfig
-from .config.parallel_schema import ActivationCheckpointingConfig as ActivationCheckpointingConfig
-from .config.parallel_schema import CompileConfig as CompileConfig
-from .config.parallel_schema import Float8Config as Float8Config
-from .config.schema import ChatDataConfig as ChatDataConfig
-from .config.schema import TextDataConfig as TextDataConfig
-from .config.schema import PreferenceDataConfig as PreferenceDataConfig
-from .config.schema import TrainConfig as TrainConfig
-from .config.optimization import AdamWConfig as AdamWConfig
-from .config.optimization import CosineScheduleConfig as CosineScheduleConfig
-from .config.schema import EvalConfig as EvalConfig
-from .config.schema import CheckpointConfig as CheckpointConfig
-from .config.schema import WandbConfig as WandbConfig
-from .config.schema import ProfileConfig as ProfileConfig
+from .config.sections.run import RunConfig as RunConfig
+from .config.sections.model import ModelConfig as ModelConfig
+from .config.sections.lora import LoraConfig as LoraConfig
+from .config.sections.mesh import MeshConfig as MeshConfig
+from .config.sections.fsdp import FSDPConfig as FSDPConfig
+from .config.sections.context_parallel import ContextParallelConfig as ContextParallelConfig
+from .config.sections.activation_checkpointing import ActivationCheckpointingConfig as ActivationCheckpointingConfig
+from .config.sections.compile import CompileConfig as CompileConfig
+from .config.sections.float8 import Float8Config as Float8Config
+from .config.sections.data import ChatDataConfig as ChatDataConfig
+from .config.sections.data import TextDataConfig as TextDataConfig
+from .config.sections.data import PreferenceDataConfig as PreferenceDataConfig
+from .config.sections.train import TrainConfig as TrainConfig
+from .config.sections.optimizer import AdamWConfig as AdamWConfig
+from .config.sections.lr_schedule import CosineScheduleConfig as CosineScheduleConfig
+from .config.sections.eval import EvalConfig as EvalConfig
+from .config.sections.checkpoint import CheckpointConfig as CheckpointConfig
+from .config.sections.wandb import WandbConfig as WandbConfig
+from .config.sections.profile import ProfileConfig as ProfileConfig
 
 PARENT: int
 """The parent process at start-up."""

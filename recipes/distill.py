@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp2kit.checkpoint.run import build_checkpoints
-from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
+from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
+from fsdp2kit.config.sections.distill import DistillConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job.start import start_job

@@ -6,8 +6,8 @@ Copy this file, change the line that builds what you want different, and name th
 from __future__ import annotations
 
 from fsdp2kit.checkpoint.run import build_checkpoints
-from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
+from fsdp2kit.config.sections.dpo import AnyDPO, PlainDPOConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job.start import start_job

@@ -18,9 +18,9 @@ from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.config.optimization import AdamWConfig, PlainScheduleConfig
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
+    AdamWConfig,
     ChatDataConfig,
     FSDPConfig,
     MeshConfig,
@@ -28,6 +28,7 @@ from fsdp2kit.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from fsdp2kit.config.sections.lr_schedule import PlainScheduleConfig
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.errors import UserError

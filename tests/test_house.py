@@ -98,7 +98,7 @@ def test_private_torch_modules_are_named_in_one_file() -> None:
 
 
 def test_config_does_not_import_torch() -> None:
-    for path in (PACKAGE / "config").glob("*.py"):
+    for path in (PACKAGE / "config").rglob("*.py"):
         assert not re.search(r"^\s*(import|from) (torch|transformers)", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 

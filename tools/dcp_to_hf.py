@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 
 from fsdp2kit.checkpoint.conversion import parse_conversion
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.merge import merge_to_hf
-from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import fsspec_url, to_path
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.weights.adapters import CONFIG_NAME
 
@@ -29,8 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verify and (options.merge or (checkpoint / "hf" / CONFIG_NAME).is_file()):
         what = "compares a whole model's checkpoint with its export, and this one holds an adapter"
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
-    if not is_remote(out):
-        check_writable(out.parent, where="out")
+    ExportDirectory(out).check_writable(where="out")
     size = MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9)
     given = {"dtype": options.dtype, "max_shard_bytes": size, "config_dir": options.config}
     if options.merge:
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         dtype = dcp_to_hf(checkpoint, out, **given)
     show(f"{out}: written in {dtype}")
-    missing = [] if is_remote(out) else code_files(out)[1]
+    missing = code_files(out)[1] if fsspec_url(out) is None else []
     if missing:  # of checkpoints that were saved before their code was copied
         lacking = f"its files name {missing[0]}, which {options.config or checkpoint} lacks"
         show(f"warning: {out}: {lacking}; give the model's directory with --config, or copy it")

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2kit.config.keys import Key, Reference, Schema, read_keys
+from fsdp2kit.config.keys import ConfigKey, KeyReference, Schema, read_keys
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files.local import bundled_folder
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _found(reference: Reference, words: Sequence[str]) -> list[Key]:
+def _found(reference: KeyReference, words: Sequence[str]) -> list[ConfigKey]:
     """What a search finds.
 
     Raises:
@@ -69,7 +69,7 @@ def _found(reference: Reference, words: Sequence[str]) -> list[Key]:
     raise UserError("keys", f"there is no {text!r}" if is_name else f"nothing has {text!r}", todo)
 
 
-def _print_sections(reference: Reference) -> None:
+def _print_sections(reference: KeyReference) -> None:
     names = {name: f"[{name}]" for name in reference.sections}
     width = max(map(len, names.values()))
     for key in reference.keys:
@@ -81,9 +81,9 @@ def _print_sections(reference: Reference) -> None:
     show('\nfsdp2kit keys SECTION: its keys; SECTION.KEY: all about one; "held-out data": search by words')
 
 
-def _print_lines(keys: Sequence[Key], reference: Reference) -> None:
+def _print_lines(keys: Sequence[ConfigKey], reference: KeyReference) -> None:
     """A line a key: name, default and the first sentence of its doc. If recipes differ, the first one's."""
-    first: dict[tuple[str, str], Key] = {}
+    first: dict[tuple[str, str], ConfigKey] = {}
     for key in keys:
         first.setdefault((key.name, key.variant), key)
     names = max(len(name) for name, _ in first)
@@ -95,7 +95,7 @@ def _print_lines(keys: Sequence[Key], reference: Reference) -> None:
         show(_cut(f"{name:<{names}}  {key.default:<{defaults}}  {_sentence(key.doc)}{note}"))
 
 
-def _print_whole(key: Key, reference: Reference) -> None:
+def _print_whole(key: ConfigKey, reference: KeyReference) -> None:
     show(f"{key.name}{_only(key.recipes, reference)}")
     parts = {"type": key.type, "default": key.default, "only with": key.variant and f"{key.section}.{key.variant}"}
     for name, value in parts.items():
@@ -105,7 +105,7 @@ def _print_whole(key: Key, reference: Reference) -> None:
     show(textwrap.fill(key.doc, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
 
 
-def _only(recipes: Sequence[str], reference: Reference) -> str:
+def _only(recipes: Sequence[str], reference: KeyReference) -> str:
     others = [recipe for recipe in reference.recipes if recipe not in recipes]
     if not others:
         return ""

@@ -25,8 +25,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.console import in_one_line, show, user_path
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize

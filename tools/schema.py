@@ -1,7 +1,7 @@
 """Write the JSON schema of a recipe's TOML, which editors use for completion.
 
 fsdp2kit schema my_recipe.py    # my_recipe.schema.json, beside it
-fsdp2kit schema [--check]       # those of the recipes that come with fsdp2kit
+fsdp2kit schema [--check]       # those of the recipes that come with fsdp2kit, and the table of waivers in the docs
 
 ``toml/schema.json`` is that of the sft recipe, ``toml/schema.RECIPE.json`` those of the others. A TOML names its
 schema in its ``#:schema`` line.
@@ -15,10 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.config.sections.preflight import WAIVERS
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import bundled_folder
 from fsdp2kit.run import load_recipe
+
+_WAIVERS_BEGIN = "<!-- waivers: written by tools/schema.py from fsdp2kit/config/sections/preflight.py -->"
+_WAIVERS_END = "<!-- end of waivers -->"
 
 
 def schema_files(folder: Path) -> dict[Path, str]:
@@ -41,9 +45,22 @@ def schema_of(recipe: Path) -> str:
     return json.dumps(load_recipe(recipe).Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
+def with_waivers(page: str) -> str:
+    """The text of docs/troubleshooting.md with the table of what `preflight.allow` may name, as it is now."""
+    begin, marked, rest = page.partition(_WAIVERS_BEGIN)
+    _, end, after = rest.partition(_WAIVERS_END)
+    assert end, "the page has both marks"
+    lines = ["", "| name | what it allows | why it is refused | instead |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{name}` | {one.allows} | {one.reason} | {one.instead} |" for name, one in WAIVERS.items()]
+    return "\n".join([begin + marked, *lines, "", end + after])
+
+
 def is_current(path: Path, text: str) -> bool:
-    """Whether a file holds the same schema as ``text``; versions of pydantic write it differently (0 or 0.0)."""
-    return _stated(json.loads(path.read_text(encoding="utf-8"))) == _stated(json.loads(text))
+    """Whether a file holds ``text``, or the same schema: versions of pydantic write it differently (0 or 0.0)."""
+    found = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return found == text
+    return _stated(json.loads(found)) == _stated(json.loads(text))
 
 
 def _stated(schema: Any) -> Any:
@@ -65,7 +82,10 @@ def main(arguments: list[str] | None = None) -> int:
     files = {recipe.with_suffix(".schema.json"): schema_of(recipe) for recipe in options.recipes}
     for path in files:
         show(f"first line of a TOML beside it: #:schema ./{path.name}")
-    files = files or schema_files(bundled_folder("toml"))
+    if not files:
+        files = schema_files(bundled_folder("toml"))
+        page = bundled_folder("docs") / "troubleshooting.md"
+        files[page] = with_waivers(page.read_text(encoding="utf-8"))
     stale = [path for path, text in files.items() if not (path.is_file() and is_current(path, text))]
     for path in stale:
         show(f"{path} is out of date" if options.check else f"wrote {path}")

@@ -44,11 +44,12 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import check_writable, fill, in_use, open_store
+from fsdp2kit.checkpoint.store import in_use, open_store
 from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.sections.checkpoint import CHECKPOINTS, EXPORT
 from fsdp2kit.console import say, size_text
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import check_writable, fill, fsspec_url, to_path
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.job.events import Events
@@ -100,13 +101,13 @@ class Checkpoints:
         section = config.checkpoint
         run_dir = Path(config.run.dir)
         with agreement():
-            root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
+            root = to_path(section.dir) if section.dir else run_dir / CHECKPOINTS
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
-            out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
+            out = to_path(section.export_dir) if section.export_dir else run_dir / EXPORT
             self.export_directory = ExportDirectory(out)
             if section.export_hf != "never":
-                if not is_remote(out):  # written beside it; a store is not touched before the export
-                    check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
+                where = "checkpoint.export_dir" if section.export_dir else "run.dir"
+                self.export_directory.check_writable(where=where)
                 self.export_directory.check_apart(root)
                 self.export_directory.check_replaceable(read=read)
         self.store = open_store(root)
@@ -461,7 +462,7 @@ class Checkpoints:
             kind = "model" if weights_of(self.model).adapter is None else "adapter"
             out = self.export_directory.path
             lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
-            if self.can_answer and not is_remote(out):
+            if self.can_answer and fsspec_url(out) is None:  # `generate` reads disks only
                 lines.append(f'try it: fsdp2kit generate {out} "…"')
             if is_over and (repository := self.config.checkpoint.push_to_hub):
                 lines.append(self.export_directory.upload(repository))

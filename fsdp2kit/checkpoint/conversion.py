@@ -7,9 +7,10 @@ import math
 import sys
 from typing import Any, get_args
 
-from fsdp2kit.config.paths import kind_of
-from fsdp2kit.config.schema import DType
+from fsdp2kit.config.path_contents import contents_of
+from fsdp2kit.config.sections.checkpoint import DType
 from fsdp2kit.console import user_path
+from fsdp2kit.files.remote import is_url
 
 
 def parse_conversion(arguments: list[str] | None, *, prog: str, to_hf: bool | None = None) -> Any:
@@ -50,7 +51,7 @@ def parse_conversion(arguments: list[str] | None, *, prog: str, to_hf: bool | No
         parser.error(f"give SOURCE and OUT; {len(paths)} found: {' '.join(paths)}{model}")
     options.source, options.out = paths
     if to_hf is None:
-        to_hf = "://" in options.source or kind_of(user_path(options.source)) == "checkpoint"
+        to_hf = is_url(options.source) or contents_of(user_path(options.source)) == "checkpoint"
     options.to_hf = to_hf
     given = {"--dtype": options.dtype, "--max-shard-gb": options.max_shard_gb, "--merge": options.merge}
     if not to_hf and (flag := next((flag for flag, value in given.items() if value is not None), None)):
@@ -82,7 +83,7 @@ def _paths(options: Any, arguments: list[str]) -> list[str]:
     """SOURCE and OUT, also where --merge took one of them for its MODEL: then in the order of the command line."""
     paths = options.paths
     value = options.merge
-    if len(paths) != 1 or value not in arguments or kind_of(user_path(value)) == "model":
+    if len(paths) != 1 or value not in arguments or contents_of(user_path(value)) == "model":
         return paths
     options.merge = True
     return sorted([value, *paths], key=arguments.index)

@@ -17,7 +17,7 @@ from typing import Any
 from fsdp2kit.checkpoint.staging import OLD, PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
-from fsdp2kit.files.remote import is_remote
+from fsdp2kit.files.remote import check_writable, is_remote
 from fsdp2kit.weights.stored import weights_digest
 
 
@@ -32,9 +32,23 @@ class ExportDirectory:
     _staging: Path | None = field(default=None, init=False, repr=False)
 
     @property
+    def is_moved_there(self) -> bool:
+        """Whether its files are written beside `place` and moved there; an object store has no renames."""
+        return not is_remote(self.path)
+
+    def check_writable(self, *, where: str) -> None:
+        """Refuse a place beside which no file can be made. An object store is not touched before the export.
+
+        Args:
+            where: what the user would mend, e.g. a TOML key.
+        """
+        if self.is_moved_there:
+            check_writable(self.path.parent, where=where)
+
+    @property
     def staging(self) -> Path:
         """Where the files are written: beside `place`; on an object store, `path` itself. `begin` makes it."""
-        if is_remote(self.path):
+        if not self.is_moved_there:
             return self.path
         assert self._staging is not None, "`begin` or `join` comes first"
         return self._staging
@@ -79,7 +93,7 @@ class ExportDirectory:
     def changed(self) -> list[str]:
         """The files of our export that are there, and not as we wrote them."""
         digests = self.record().get("digests")
-        if is_remote(self.path) or not isinstance(digests, dict):
+        if not self.is_moved_there or not isinstance(digests, dict):
             return []
         present = {name: self.path / name for name in filter(is_plain_name, digests) if (self.path / name).is_file()}
         return sorted(name for name, path in present.items() if _digest(path) != digests[name])
@@ -100,7 +114,7 @@ class ExportDirectory:
         Args:
             files: what the export is going to write.
         """
-        if is_remote(self.path):
+        if not self.is_moved_there:
             self.path.mkdir(parents=True, exist_ok=True)
             # Not yet an export of anything, but all of it is ours and may be replaced.
             _write_record(self.path, {*files, *self._files()}, {})
@@ -121,7 +135,7 @@ class ExportDirectory:
             files: what was written.
             facts: what the files were made from.
         """
-        if is_remote(self.path):
+        if not self.is_moved_there:
             for stale in self._files() - files:
                 (self.path / stale).unlink(missing_ok=True)
             _write_record(self.path, files, facts)

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, exporting, into_files
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import agree, agreement
 from fsdp2kit.model.assets import save_assets
@@ -71,8 +70,7 @@ def export_model(
             tensors = model_tensors(model)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             plan = _plan(model, source, tensors, to_path(out), Path(folder), name, max_shard_bytes)
-            if not is_remote(plan.out.path):
-                check_writable(plan.out.path.parent, where="export_model")
+            plan.out.check_writable(where="export_model")
             if distributed.rank() == 0:
                 notes = save_assets(
                     Path(folder),

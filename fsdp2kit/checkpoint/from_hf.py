@@ -18,11 +18,10 @@ from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
-from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import sync
-from fsdp2kit.files.remote import to_path
+from fsdp2kit.files.remote import on_disk, to_path
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import load_whole, model_on_meta

@@ -27,12 +27,12 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import open_checkpoint
 from fsdp2kit.checkpoint.state import stored_weights
-from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, on_disk
+from fsdp2kit.checkpoint.store import MANIFEST, in_use, is_complete
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import read_json_object, replace_file, sha256
 from fsdp2kit.files.redaction import cleaned
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import can_read_in_threads, fill, on_disk, to_path
 from fsdp2kit.job import distributed, stop
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.adapters import names_experts
@@ -181,8 +181,10 @@ def reading(
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
         with agreement(group):
-            if config_dir is None and is_remote(checkpoint):
-                config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
+            if config_dir is None:
+                assets = checkpoint / "hf"
+                on_this_disk = stack.enter_context(on_disk(assets))
+                config_dir = None if on_this_disk is assets else on_this_disk
         yield config_dir
 
 
@@ -326,7 +328,7 @@ def exporting(plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Itera
         with agreement(group):
             if is_first:
                 begin_export(plan)
-        if not is_remote(plan.out.path):
+        if plan.out.is_moved_there:
             staging = plan.out.staging if is_first else None
             plan.out.join(distributed.gather_objects(staging, group=group)[0])
         yield
@@ -354,7 +356,7 @@ def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: 
             share = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
             # Always report checksum errors: they explain read failures.
             checked.callback(share.result)
-            if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
+            if not can_read_in_threads(plan.checkpoint):
                 share.result()
         reader = checked.enter_context(plan.reader())
         mine = list(plan.files)[rank::world_size]

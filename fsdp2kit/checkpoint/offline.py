@@ -10,8 +10,9 @@ from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, setti
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.data.sources import is_url
+from fsdp2kit.config.sections.checkpoint import CHECKPOINTS, EXPORT
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_url
 
 
 def try_places(config: TrainingConfig) -> list[str]:
@@ -27,12 +28,12 @@ def try_places(config: TrainingConfig) -> list[str]:
     section = config.checkpoint
     run_dir = Path(config.run.dir)
     _try_writing(run_dir, where="run.dir")
-    root = run_dir / "checkpoints"
+    root = run_dir / CHECKPOINTS
     if section.dir and not is_url(section.dir):
         root = Path(section.dir).expanduser()
         _try_writing(root, where="checkpoint.dir")
     if section.export_hf != "never" and not is_url(section.export_dir or ""):
-        out = Path(section.export_dir).expanduser() if section.export_dir else run_dir / "hf"
+        out = Path(section.export_dir).expanduser() if section.export_dir else run_dir / EXPORT
         _try_writing(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
         export = ExportDirectory(out)
         if not is_url(section.dir or ""):

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import open_regular
-from fsdp2kit.files.remote import is_remote
+from fsdp2kit.files.remote import file_names, fsspec_url, part_of_file
 from fsdp2kit.job.distributed import host_of, local_part
 from fsdp2kit.torch_compat import FsspecReader
 from fsdp2kit.weights.transfer import BLOCK_BYTES, in_blocks
@@ -95,8 +95,9 @@ class SafeReader(dcp.FileSystemReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
-        if is_remote(path):
-            remote = FsspecReader(str(path))
+        url = fsspec_url(path)
+        if url is not None:
+            remote = FsspecReader(url)
             self.fs = remote.fs
             self.path = remote.path
         self.directory = path
@@ -163,9 +164,7 @@ def _read_metadata(path: Path) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         # A relative path of a chunk must not lead out of the checkpoint.
-        outside = {info.relative_path for info in metadata.storage_data.values()} - {
-            entry.name for entry in path.parent.iterdir() if is_remote(entry) or entry.is_file()
-        }
+        outside = {info.relative_path for info in metadata.storage_data.values()} - file_names(path.parent)
     except FileNotFoundError:
         raise UserError(str(path), "is missing", todo) from None
     except pickle.UnpicklingError as error:
@@ -293,13 +292,7 @@ class _RowRange:
         """A stream that stands at the first of the rows' bytes."""
         with contextlib.ExitStack() as stack:
             try:
-                if is_remote(self.path):  # where each seek would be a request
-                    file = stack.enter_context(self.path.open("rb"))
-                    file.seek(self.offset)
-                    archive: _Stream = io.BytesIO(file.read(self.length))
-                else:
-                    buffered = cast(io.BufferedReader, stack.enter_context(open_regular(self.path)))
-                    archive = io.BufferedReader(_Window(buffered.raw, self.offset, self.length))
+                archive = stack.enter_context(part_of_file(self.path, self.offset, self.length))
                 stream = self._at_first_byte(archive)
             except Exception as error:  # a damaged archive may raise nearly anything
                 raise RunFailure(f"{self.path}: cannot be read: {first_failure(error)}") from error
@@ -335,30 +328,3 @@ def _data_start(archive: _Stream) -> int | None:
     archive.seek(records[0].header_offset + 26)
     lengths = archive.read(4)
     return archive.tell() + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file of its own."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(wanted)
-        self._position += count
-        return count

@@ -15,7 +15,7 @@ from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.data_schema import RENDERED
+from fsdp2kit.config.data_formats import RENDERED
 from fsdp2kit.data.contents import Content
 from fsdp2kit.job.distributed import agreement, rank
 from fsdp2kit.job.events import Events

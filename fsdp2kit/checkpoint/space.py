@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +16,10 @@ from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
-from fsdp2kit.files.remote import is_remote
+from fsdp2kit.files.remote import free_bytes, how_to_mend, is_storage_error, on_one_disk
 from fsdp2kit.job.distributed import gather_objects, is_lost_rank
 from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.weights.parts import parts_bytes
-
-_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "adlfs")
-"""Packages whose errors are failures of an object store."""
-_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 def check_room(
@@ -52,18 +46,18 @@ def check_room(
     export = 0 if section.export_hf == "never" else export  # an earlier one stays until this one is whole
     most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
     missing = max(1, most - len(store.complete()))
-    on_disks = not is_remote(out) and not is_remote(store.root)
-    beside = export > 0 and on_disks and store.root.stat().st_dev == out.parent.stat().st_dev
-    needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
-    if needed and _free(store.root) < needed:
+    beside = export > 0 and on_one_disk(store.root, out.parent)
+    needed = missing * one + (export if beside else 0)
+    free = free_bytes(store.root)
+    if free is not None and free < needed:
         make_room()
+        free = free_bytes(store.root)
     warnings = []
-    free = _free(store.root) if needed else 0
     where = "checkpoint.dir" if section.dir else "run.dir"
-    if free < min(one, needed):
+    if free is not None and free < min(one, needed):
         what = f"a checkpoint takes {size_text(one)}, and {store.root} has {size_text(free)} free"
         raise UserError(where, what, f"free space there, or choose another {where}")
-    if free < needed:
+    if free is not None and free < needed:
         kept = f"{counted(missing, 'more checkpoint')} of {size_text(one)}"
         if beside:
             kept += f" and an export of {size_text(export)}"
@@ -71,9 +65,11 @@ def check_room(
             f"{where}: the disk may become full: {kept} may be written to {store.root}, "
             f"which has {size_text(free)} free; lower checkpoint.keep, or free space there"
         )
-    if export and not beside and not is_remote(out) and (free := _free(out.parent)) < export:
-        full = f"the export takes {size_text(export)}, and {out.parent} has {size_text(free)} free"
-        warnings.append(f"checkpoint.export_dir: {full}; free space there")
+    if export and not beside:
+        free_there = free_bytes(out.parent)
+        if free_there is not None and free_there < export:
+            full = f"the export takes {size_text(export)}, and {out.parent} has {size_text(free_there)} free"
+            warnings.append(f"checkpoint.export_dir: {full}; free space there")
     return warnings
 
 
@@ -88,25 +84,16 @@ def storage_failure(
     """
     is_storages = False
     if not is_lost_rank(error):
-        of_disk = any(_is_of(disk, cause) for cause in causes(error))
+        of_disk = any(is_storage_error(cause, disk) for cause in causes(error))
         with contextlib.suppress(RuntimeError):  # a rank is lost
             is_storages = any(gather_objects(is_full(disk) or of_disk, group=group))
     kind = StorageFailure if is_storages else RunFailure
     return kind(f"{what}: {first_failure(error)}{' (its disk is full)' if is_full(disk) else ''}; {todo}")
 
 
-def _is_of(disk: Path, cause: BaseException) -> bool:
-    """Whether an error is a disk's, or an object store's. Clients of stores also raise `OSError` without a file."""
-    if isinstance(cause, OSError) and (cause.errno in _OF_DISKS or (is_remote(disk) and cause.filename is None)):
-        return True
-    return is_remote(disk) and type(cause).__module__.partition(".")[0] in _CLIENTS
-
-
 def what_to_do(error: BaseException, store: CheckpointStore) -> str:
     """What the user should do after a save that failed, and where the run then goes on."""
-    mend = f"free space there, or mend {store.root}, and start the run again"
-    if is_remote(store.root):
-        mend = "see that the store can be reached and written to, and start the run again"
+    mend = f"{how_to_mend(store.root)}, and start the run again"
     if is_lost_rank(error):
         mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
     try:
@@ -119,9 +106,10 @@ def what_to_do(error: BaseException, store: CheckpointStore) -> str:
 def is_full(directory: Path) -> bool:
     """Whether a disk has no room left."""
     try:
-        return not is_remote(directory) and _free(directory) < 2**20
+        free = free_bytes(directory)
     except OSError:
         return False
+    return free is not None and free < 2**20
 
 
 def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) -> tuple[int, int]:
@@ -132,7 +120,3 @@ def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) 
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=item_bytes))
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize + parts_bytes(model)
-
-
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free

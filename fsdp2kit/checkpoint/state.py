@@ -26,7 +26,7 @@ from fsdp2kit.checkpoint.save_plan import BriefFsspecWriter, BriefWriter, Shared
 from fsdp2kit.checkpoint.store import in_use, is_complete
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import fsspec_url, to_path
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.weights.adapter_values import fill_adapter
@@ -148,11 +148,10 @@ def save_tensors(
     with warnings.catch_warnings():
         # dcp.save warns when it runs in one process; that is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        url = fsspec_url(directory)
         dcp.save(
             dict(tensors),
-            storage_writer=(
-                BriefFsspecWriter(str(directory), sync_files=False) if is_remote(directory) else BriefWriter(directory)
-            ),
+            storage_writer=BriefWriter(directory) if url is None else BriefFsspecWriter(url, sync_files=False),
             planner=planner,
             process_group=group,
             no_dist=alone,

@@ -11,19 +11,16 @@ Everything here is file work of one rank. No torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
 import re
 import shutil
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure
 from fsdp2kit.files.local import open_regular, sync
 from fsdp2kit.files.remote import is_remote, to_path
 
@@ -262,52 +259,6 @@ class ObjectStore(CheckpointStore):
 def is_complete(checkpoint: Path) -> bool:
     """Whether a directory is a complete checkpoint of ours; says nothing of damage since."""
     return (checkpoint / MANIFEST).is_file()
-
-
-def check_writable(directory: Path, *, where: str) -> None:
-    """Make a directory, and a file in it for a moment.
-
-    Args:
-        where: what the user would mend, e.g. a TOML key.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{uuid.uuid4().hex}"  # ranks of several hosts do this at once
-        probe.touch()
-        probe.unlink()
-    except NotImplementedError as error:  # of a protocol that only reads
-        raise UserError(where, f"{directory} cannot be written ({error})", "choose a place that can be") from error
-    except OSError as error:
-        reason = errno.errorcode.get(error.errno or 0, "error")
-        what = f"{directory} cannot be written ({error.strerror or error}, {reason})"
-        raise UserError(where, what, "choose a directory that every process can write") from error
-
-
-@contextlib.contextmanager
-def on_disk(folder: Path) -> Iterator[Path]:
-    """The folder, or a temporary copy on the disk of a remote one, where transformers can read it."""
-    if not is_remote(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as name:
-        remote: Any = folder
-        if folder.is_dir():
-            remote.fs.get(f"{remote.path.rstrip('/')}/", f"{name}/", recursive=True)
-        yield Path(name)
-
-
-def fill(folder: Path, write: Callable[[Path], object]) -> set[str]:
-    """Have `write`, which knows disks only, put small files into a folder on a disk or an object store.
-
-    Returns:
-        The names of its files, relative to the folder; on a disk of all files that are there now.
-    """
-    with contextlib.nullcontext(folder) if not is_remote(folder) else tempfile.TemporaryDirectory() as disk:
-        write(Path(disk))
-        if is_remote(folder):
-            remote: Any = folder
-            remote.fs.put(f"{disk}/", f"{remote.path.rstrip('/')}/", recursive=True)
-        return {path.relative_to(disk).as_posix() for path in Path(disk).rglob("*") if path.is_file()}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Checks across sections; they need the world size, but no devices and no weights."""
+"""What several sections decide together: the mesh, batches and lengths. It needs no devices and no weights.
+
+`check_config` is all checks of a config. What `[data]` and `[eval]` may be together is in `data_checks`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import math
 
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.config.facts import MeshSizes as MeshSizes
-from fsdp2kit.config.paths import check_paths
+from fsdp2kit.config.path_contents import INSTEAD_OF_MODEL, Contents, check_contents
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainingConfig
-from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
+
+# What to do about what lies at the path of a model beside the trained one (`Section.models`).
+_INSTEAD: dict[Contents, str] = {
+    **INSTEAD_OF_MODEL,
+    "checkpoint": "give '{path}/hf', or convert it: fsdp2kit convert",
+    "run": "give its export, '{path}/hf'",
+    "adapter": "merge it into its model first: fsdp2kit convert --merge",
+}
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
@@ -21,7 +31,8 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         todo = f"use one of {divisors}, or start another number of processes"
         raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", todo)
     dp = world_size // mesh.cp
-    replicate, shard = mesh.dp_replicate, mesh.dp_shard
+    replicate = mesh.dp_replicate
+    shard = mesh.dp_shard
     if fsdp.strategy == "no_shard":
         if shard not in ("auto", 1):
             what = f"{shard} with fsdp.strategy = 'no_shard', which shards nothing"
@@ -59,7 +70,8 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
 
 def smallest_world(config: TrainingConfig) -> int:
     """The fewest ranks that the sizes in ``[mesh]`` fit; where they do not fit its batches, no larger world does."""
-    mesh, strategy = config.mesh, config.fsdp.strategy
+    mesh = config.mesh
+    strategy = config.fsdp.strategy
     sizes = [mesh.dp_shard] if strategy != "no_shard" else []
     sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # others have one replica
     # A copy of the model that is sharded over "auto" ranks needs as many as experts are dealt out over.
@@ -107,7 +119,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     config.check(config, sizes)
     resolve_accumulation(config.train.global_batch_size, config.train.micro_batch_size, dp=sizes.dp)
     check_seq_len(config.data.seq_len, sizes.cp)
-    check_paths(config)
+    for key, path in config.models().items():
+        check_contents(key, path, _INSTEAD)
     check_data(config)
-    check_wandb(config.wandb)
     return sizes

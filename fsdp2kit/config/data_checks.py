@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from fsdp2kit.config.data_schema import COLUMNS, IDLE, USED_BY
-from fsdp2kit.config.schema import DataConfig, DataFormat, PreferenceDataConfig, TrainingConfig
+from fsdp2kit.config.data_formats import COLUMNS, IDLE, USED_BY, DataFormat
+from fsdp2kit.config.schema import DataConfig, PreferenceDataConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 
 _Rows = tuple[str | None, str | None, Any]  # a set's path, its configuration and its split
@@ -28,7 +27,7 @@ def check_data(config: TrainingConfig) -> None:
     _check_columns(config)
     if data.format == "preference" and any(part.format for part in data.sources):
         raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
-    _check_sources(data)
+    data.check_sources()
     if data.streaming:
         _check_streaming(config)
     _check_evaluation(config)
@@ -36,7 +35,8 @@ def check_data(config: TrainingConfig) -> None:
 
 def _check_used(config: TrainingConfig) -> None:
     """Refuse keys with another value than their default that no format in use reads (`USED_BY`)."""
-    data, evaluation = config.data, config.eval
+    data = config.data
+    evaluation = config.eval
     parts = {f"data.sources.{at}": part for at, part in enumerate(data.sources)}
     parts |= {f"eval.sets.{name}": part for name, part in evaluation.sets.items()}
     formats: list[DataFormat] = [data.format, *(part.format or data.format for part in parts.values())]
@@ -46,7 +46,8 @@ def _check_used(config: TrainingConfig) -> None:
         read.append((key, part, [part.format or data.format]))
     for key, section, read_as in read:
         for name in section.changed():
-            users, value = USED_BY.get(name), getattr(section, name)
+            users = USED_BY.get(name)
+            value = getattr(section, name)
             if users is None or (key == "eval" and name == "split"):  # synthetic tokens have an evaluation, too
                 continue
             if not any(one in users or IDLE.get((name, one)) == value for one in read_as):
@@ -69,7 +70,8 @@ def _unused(
 
 def _check_columns(config: TrainingConfig) -> None:
     """Refuse a named column that no format in use reads, and both columns of prompts at once."""
-    data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
+    data = config.data
+    parts = (*config.data.sources, *config.eval.sets.values())
     shared: dict[DataFormat, None] = dict.fromkeys(
         [data.format, *(part.format or data.format for part in parts if part.columns is None)]
     )
@@ -86,29 +88,6 @@ def _check_columns(config: TrainingConfig) -> None:
                 raise UserError(f"data.columns.{name}", what, f'leave it out, or set data.format = "{fitting}"')
 
 
-def _check_sources(data: DataConfig) -> None:
-    parts = data.sources
-    if not parts:
-        return
-    if data.path is not None:
-        raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
-    for name, own in (("name", "config_name"), ("split", "split")):
-        if name in data.changed():
-            what = f"{getattr(data, name)!r} with data.sources, each of which has its own"
-            raise UserError(f"data.{name}", what, f"set {own} in the sources that need it")
-    with_weight, with_epochs = (
-        sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
-    )
-    if with_epochs and (with_weight or with_epochs < len(parts)):
-        what = f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight"
-        raise UserError("data.sources", what, "give all of them epochs, or none")
-    if 0 < with_weight < len(parts):
-        what = f"{with_weight} of {len(parts)} have a weight"
-        raise UserError("data.sources", what, "give all of them one, or none")
-    if twice := [name for name, count in Counter(data.source_names()).items() if count > 1]:
-        raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
-
-
 def _check_streaming(config: TrainingConfig) -> None:
     data = config.data
     if config.train.steps is None:
@@ -123,7 +102,8 @@ def _check_streaming(config: TrainingConfig) -> None:
             raise UserError(f"{key}.split", what, f"set {key}.limit to read the first rows, or data.streaming = false")
     if any(part.epochs is not None for part in data.sources):
         raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
-    evaluation, split = config.eval, config.eval.split
+    evaluation = config.eval
+    split = config.eval.split
     if isinstance(split, int):
         raise UserError("eval.split", f"{split} rows of a stream of unknown length", "give a share, like 0.01")
     if isinstance(split, float) and config.evaluates and evaluation.steps is None:
@@ -135,7 +115,8 @@ def _check_streaming(config: TrainingConfig) -> None:
 
 
 def _check_evaluation(config: TrainingConfig) -> None:
-    evaluation, data = config.eval, config.data
+    evaluation = config.eval
+    data = config.data
     if not isinstance(evaluation.split, str):  # rows are held out of the training data
         what = f"{evaluation.split} of the training data is held out"
         if evaluation.path is not None:

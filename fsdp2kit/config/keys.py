@@ -25,7 +25,7 @@ _CHOSEN = ("N", "NAME")
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of a TOML, as some recipes have it."""
 
     name: str
@@ -61,20 +61,20 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Reference:
+class KeyReference:
     """The keys and sections of some recipes."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
     sections: Mapping[str, str]
     """A line for each section."""
     recipes: tuple[str, ...]
 
-    def find(self, name: str) -> list[Key]:
+    def find(self, name: str) -> list[ConfigKey]:
         """The keys of that dotted name, and those inside it; in any case, with or without a table's brackets."""
         asked = name.strip("[]").lower().split(".")
         return [key for key in self.keys if _starts_with(key.name.split("."), asked)]
 
-    def search(self, words: Sequence[str]) -> list[Key]:
+    def search(self, words: Sequence[str]) -> list[ConfigKey]:
         """The keys whose names or docs have the most of the words, if it is half of them; the best first.
 
         Rare words count more, and words of the name more than those of the doc.
@@ -86,7 +86,7 @@ class Reference:
         for word in asked:
             having = sum(text.score(word) > 0 for text in texts)
             rarity[word] = math.log(1 + len(texts) / (1 + having))
-        ranked: list[tuple[int, float, Key]] = []
+        ranked: list[tuple[int, float, ConfigKey]] = []
         for text in texts:
             scores = [text.score(word) * rarity[word] for word in asked]
             ranked.append((sum(score > 0 for score in scores), sum(scores) + text.bonus(asked), text.key))
@@ -105,13 +105,13 @@ class Reference:
         return list(dict.fromkeys(candidates[one] for one in close))
 
 
-def read_keys(schemas: Mapping[str, Schema]) -> Reference:
+def read_keys(schemas: Mapping[str, Schema]) -> KeyReference:
     """All keys of recipes, by the recipes' names; a key that several have alike is one.
 
     Args:
         schemas: each recipe's JSON schema, as ``Config.model_json_schema()`` gives it.
     """
-    recipes_of: dict[Key, list[str]] = {}
+    recipes_of: dict[ConfigKey, list[str]] = {}
     sections: dict[str, str] = {}
     for recipe, schema in schemas.items():
         for name, field in schema["properties"].items():
@@ -125,13 +125,14 @@ def read_keys(schemas: Mapping[str, Schema]) -> Reference:
     places = {name: number for number, name in enumerate(sections)}
     # What belongs together stands together, though later recipes brought some of it.
     keys.sort(key=lambda key: (places.get(key.section, -1), order[key.name]))
-    return Reference(tuple(keys), sections, tuple(schemas))
+    return KeyReference(tuple(keys), sections, tuple(schemas))
 
 
-def _keys_of(table: Schema, root: Schema, prefix: str, variant: str = "") -> Iterator[Key]:
+def _keys_of(table: Schema, root: Schema, prefix: str, variant: str = "") -> Iterator[ConfigKey]:
     """The keys of a table, each followed by those inside it."""
     for name, field in table.get("properties", {}).items():
-        dotted, members = f"{prefix}{name}", _members(field, root)
+        dotted = f"{prefix}{name}"
+        members = _members(field, root)
         if not members or prefix:  # a section itself is no key; a table inside one is
             yield _key(dotted, field, root, required=name in table.get("required", ()), variant=variant)
         placeholder = {"array": ".N", "object": ".NAME"}.get(field.get("type", ""), "")
@@ -143,14 +144,14 @@ def _keys_of(table: Schema, root: Schema, prefix: str, variant: str = "") -> Ite
         )
 
 
-def _merged(members: Sequence[Schema], root: Schema, prefix: str, tag: str, field: Schema) -> Iterator[Key]:
+def _merged(members: Sequence[Schema], root: Schema, prefix: str, tag: str, field: Schema) -> Iterator[ConfigKey]:
     """The keys of a section with variants: once where all have them alike, else with the variant that has them."""
     chosen = [_key(f"{prefix}{tag}", member["properties"][tag], root) for member in members]
     choices = tuple(choice for key in chosen for choice in key.choices)
     docs = dict.fromkeys(key.doc for key in chosen)
     default = json.dumps(field.get("default", {}).get(tag))
-    yield Key(f"{prefix}{tag}", " | ".join(choices), choices, default, " ".join(docs))
-    variants: dict[Key, list[str]] = {}
+    yield ConfigKey(f"{prefix}{tag}", " | ".join(choices), choices, default, " ".join(docs))
+    variants: dict[ConfigKey, list[str]] = {}
     for member, key in zip(members, chosen, strict=True):
         for one in _keys_of(member, root, prefix):
             if one.name != f"{prefix}{tag}":
@@ -159,11 +160,11 @@ def _merged(members: Sequence[Schema], root: Schema, prefix: str, tag: str, fiel
         yield key if len(names) == len(choices) else replace(key, variant=f"{tag} = {' or '.join(names)}")
 
 
-def _key(name: str, field: Schema, root: Schema, *, required: bool = False, variant: str = "") -> Key:
+def _key(name: str, field: Schema, root: Schema, *, required: bool = False, variant: str = "") -> ConfigKey:
     default = REQUIRED if required else json.dumps(field.get("default"), ensure_ascii=False)
     choices = tuple(json.dumps(one) for one in _choices(field))
     default = NOT_SET if default == "null" else default
-    return Key(name, _type(field, root), choices, default, _line(field.get("description", "")), variant)
+    return ConfigKey(name, _type(field, root), choices, default, _line(field.get("description", "")), variant)
 
 
 def _members(field: Schema, root: Schema) -> list[Schema]:
@@ -214,9 +215,11 @@ def _several(field: Schema, root: Schema) -> str:
 
 def _range(field: Schema, *, whole: bool) -> str:
     """`` ≥ 0 and < 1``; `` ≥ 1`` for an integer above 0."""
-    low, above = field.get("minimum"), field.get("exclusiveMinimum")
+    low = field.get("minimum")
+    above = field.get("exclusiveMinimum")
     if whole and above is not None:
-        low, above = above + 1, None
+        low = above + 1
+        above = None
     bounds = {"≥": low, ">": above, "≤": field.get("maximum"), "<": field.get("exclusiveMaximum")}
     given = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
     return f" {' and '.join(given)}" if given else ""
@@ -247,10 +250,11 @@ def _words(text: str) -> list[str]:
 class _Text:
     """What a search reads of a key: its name, its doc, its section's line, and what other tools call it."""
 
-    def __init__(self, key: Key, section: str) -> None:
+    def __init__(self, key: ConfigKey, section: str) -> None:
         self.key = key
         self._name = set(_words(key.name))
-        self._doc, self._about = _words(f"{key.doc} {' '.join(key.choices)}"), set(_words(section))
+        self._doc = _words(f"{key.doc} {' '.join(key.choices)}")
+        self._about = set(_words(section))
         self._foreign = [" ".join(_words(name)) for name in names_of(key.name)]
 
     def bonus(self, asked: Sequence[str]) -> float:

@@ -39,7 +39,8 @@ class _Stray(NamedTuple):
 
 # Similarities, from 0 to 1: from `_MISSPELT` on, a key is misspelt rather than another tool's; below `_SIMILAR`
 # nothing is suggested.
-_MISSPELT, _SIMILAR = 0.78, 0.5
+_MISSPELT = 0.78
+_SIMILAR = 0.5
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 # Retired keys: the values that mean what is done now, and what to do about any other.
@@ -132,7 +133,9 @@ def load_config(
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
-    source, known, merged = Path(source), known_keys(schema), without_idle(values, schema)
+    source = Path(source)
+    known = known_keys(schema)
+    merged = without_idle(values, schema)
     context = {"base": source.resolve().parent}
     for override in overrides:
         _apply_override(merged, override, known)
@@ -161,7 +164,8 @@ def without_idle(values: Mapping[str, Any], schema: type[Section]) -> dict[str, 
     These are keys that only other variants of a section have, with their default, and retired keys that mean what is
     done now.
     """
-    kept, known = copy.deepcopy(dict(values)), known_keys(schema)
+    kept = copy.deepcopy(dict(values))
+    known = known_keys(schema)
     for stray in _strays(kept, known):
         if kept[stray.section][stray.name] == known[f"{stray.section}.{stray.name}"][0].default:
             del kept[stray.section][stray.name]
@@ -211,14 +215,16 @@ def _apply_override(values: dict[str, Any], override: str, known: _Known) -> Non
         if not isinstance(target, (dict, list)):
             raise UserError(f"override {override!r}", f"{part} is a value, not a section", "name an existing section")
     if isinstance(target, list):
-        what, name = "an entry of a list cannot be set", ".".join(path[:-1])
+        what = "an entry of a list cannot be set"
+        name = ".".join(path[:-1])
         raise UserError(f"override {override!r}", what, f"set a key of it ({name}.0.KEY=…), or all of {name}")
     target[path[-1]] = _from_command_line(value)
 
 
 def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
     """Whether an override is a bare ``none`` (or null) for a known key that does not take "none" as a value."""
-    word, key = override.partition("=")[2].strip().lower(), _known_key(path, known)
+    word = override.partition("=")[2].strip().lower()
+    key = _known_key(path, known)
     if word not in ("none", "null") or key is None:  # an unknown key is refused later
         return False
     return not any("none" in _literals(field.annotation) for field in known[key])
@@ -268,7 +274,9 @@ def _strays(values: Mapping[str, Any], known: _Known) -> list[_Stray]:
         tag_key, variants = _variants([section], known)
         if not tag_key or not isinstance(given, dict):
             continue
-        variant = str(given.get(tag_key, getattr(known[section][0].default, tag_key, None)))
+        default = known[section][0].default
+        chosen = getattr(default, tag_key) if isinstance(default, Section) else None
+        variant = str(given.get(tag_key, chosen))
         for name in given if variant in variants else ():
             owners = [other for other, names in variants.items() if name in names]
             if owners and variant not in owners:
@@ -331,7 +339,9 @@ def _explain(
     # Report a misspelt key first: it may be why another key is missing.
     problems.sort(key=lambda one: one[0]["type"] != "extra_forbidden")
     first, location, key = problems[0]
-    kind, given, where = first["type"], first["input"], _where(location, source, overrides)
+    kind = first["type"]
+    given = first["input"]
+    where = _where(location, source, overrides)
     others = len({tuple(other) for _, other, _ in problems}) - 1
     more = f" (and {others} more)" if others else ""
     if kind == "extra_forbidden":
@@ -339,7 +349,8 @@ def _explain(
             return UserError(where, f"was removed{more}", RETIRED[".".join(key)][1])
         tag_key, variants = _variants(key[:-1], known)
         if owners := [tag for tag, names in variants.items() if key[-1] in names]:
-            name, tag = f"{'.'.join(location[:-1])}.{tag_key}", first["loc"][-2]
+            name = f"{'.'.join(location[:-1])}.{tag_key}"
+            tag = first["loc"][-2]
             todo = f"leave it out, or set {name} = {_either(owners)}"
             return UserError(where, f"not a key of {name} = {tag!r}{more}", todo)
         name = "key" if len(location) > 1 else "section or key"
@@ -501,7 +512,8 @@ def _as_toml(value: Any) -> str:
 
 def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Known) -> str:
     """What to do about an unknown key that was given this value."""
-    name, section = location[-1], ".".join(key[:-1])
+    name = location[-1]
+    section = ".".join(key[:-1])
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     is_section = isinstance(given, Mapping)
     if len(location) == 1 and name in RECIPE_OF:
@@ -540,7 +552,8 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:
     """Every dotted key of a config class; `_ANY` stands for an index or for a name that the user chooses."""
     known: _Known = {}
     for name, field in schema.model_fields.items():
-        key, members = f"{prefix}{name}", get_args(field.annotation) or (field.annotation,)
+        key = f"{prefix}{name}"
+        members = get_args(field.annotation) or (field.annotation,)
         known[key] = [field]
         if get_origin(field.annotation) in (list, dict, tuple):
             key = f"{key}.{_ANY}"

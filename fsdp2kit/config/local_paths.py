@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BeforeValidator
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.config.section import InputPath, LocalPath, OutputPath, Section, TemplatePath
+from fsdp2kit.config.sections.checkpoint import EXPORT
+from fsdp2kit.files.remote import is_url, path_on_disk
 
 
 def _marks(*types: Any) -> tuple[BeforeValidator, ...]:
     return tuple(mark for one in types for mark in get_args(one) if isinstance(mark, BeforeValidator))
 
 
-_INPUTS, _OUTPUTS = _marks(InputPath, LocalPath, TemplatePath), _marks(OutputPath)
+_INPUTS = _marks(InputPath, LocalPath, TemplatePath)
+_OUTPUTS = _marks(OutputPath)
 
 
 def input_paths(config: Section) -> dict[str, str]:
     """What the run reads, by TOML key: paths and hub ids; no URLs, and no words like "auto" that keys also take."""
     found = ((key, text) for key, text, marks in _texts(config) if _has(marks, _INPUTS) and text not in marks)
-    return {key: text for key, text in found if "://" not in text}
+    return {key: text for key, text in found if not is_url(text)}
 
 
 def shared_directories(config: TrainingConfig) -> dict[str, Path]:
@@ -31,11 +34,12 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
 
     Checkpoints are written there, and the export beside its place. URLs are left out.
     """
-    section, run_dir = config.checkpoint, Path(config.run.dir)
+    section = config.checkpoint
+    run_dir = Path(config.run.dir)
     found = {}
     if (checkpoints := _on_disk(section.dir, run_dir)) is not None:
         found["checkpoint.dir" if section.dir else "run.dir"] = checkpoints
-    export = _on_disk(section.export_dir, run_dir / "hf")
+    export = _on_disk(section.export_dir, run_dir / EXPORT)
     if section.export_hf != "never" and export is not None and export.parent not in found.values():
         found["checkpoint.export_dir"] = export.parent
     return found
@@ -43,16 +47,14 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
 
 def flat_settings(config: Section) -> dict[str, str]:
     """Every value that is set, as JSON by TOML key. Paths on a disk that are written to are replaced by a word."""
-    written = {key for key, text, marks in _texts(config) if _has(marks, _OUTPUTS) and "://" not in text}
+    written = {key for key, text, marks in _texts(config) if _has(marks, _OUTPUTS) and not is_url(text)}
     flat = _flat(config.model_dump(mode="json", exclude_none=True), "")
     return {key: "a local path" if key in written else text for key, text in flat}
 
 
 def _on_disk(text: str | None, default: Path) -> Path | None:
-    if text is None:
-        return default.absolute()
-    scheme, separator, rest = text.rpartition("://")
-    return Path(rest).expanduser().absolute() if not separator or scheme in ("file", "local") else None
+    path = default if text is None else path_on_disk(text)
+    return None if path is None else path.absolute()
 
 
 def _texts(section: Section, prefix: str = "") -> Iterator[tuple[str, str, list[Any]]]:
@@ -76,7 +78,8 @@ def _annotations(annotation: Any) -> Iterator[Any]:
     """What a type is annotated with, at any depth, and the texts of a `Literal` in it."""
     if isinstance(annotation, str):
         yield annotation
-    yield from getattr(annotation, "__metadata__", ())
+    if get_origin(annotation) is Annotated:
+        yield from annotation.__metadata__
     for one in get_args(annotation):
         yield from _annotations(one)
 

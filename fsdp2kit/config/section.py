@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from fsdp2kit.config.facts import MeshSizes, Needs
+from fsdp2kit.files.remote import is_url
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -38,7 +39,7 @@ def expand_home(value: Any) -> Any:
 def absolute_path(value: object, info: ValidationInfo) -> object:
     """Make a TOML's path absolute. URLs stay; so do relative paths of configs made in Python, without a context."""
     value = expand_home(value)
-    if not isinstance(value, str) or not value or not info.context or "://" in value:
+    if not isinstance(value, str) or not value or not info.context or is_url(value):
         return value
     base = Path.cwd() if isinstance(value, OverrideText) else info.context["base"]
     candidate = base / value

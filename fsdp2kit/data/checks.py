@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.config.data_schema import ASKED
+from fsdp2kit.config.data_formats import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import RANDOM, build_data, read_beginning
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.document_warnings import find_document_warnings
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.sources import held_out_sets, is_url, locate, training_sets
+from fsdp2kit.data.sources import held_out_sets, locate, training_sets
 from fsdp2kit.data.tables import is_tokenised
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_url
 from fsdp2kit.model.tokenizer import build_tokenizer
 
 ROWS_CHECKED = 8

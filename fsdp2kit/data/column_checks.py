@@ -11,7 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
-from fsdp2kit.config.data_schema import ASKED, COLUMNS, ColumnsConfig, DataConfig, DataFormat
+from fsdp2kit.config.data_formats import ASKED, COLUMNS, DataFormat
+from fsdp2kit.config.schema import ColumnsConfig, DataConfig
 from fsdp2kit.data.column_names import (
     CUMULATIVE,
     FUNCTIONS,

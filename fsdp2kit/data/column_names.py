@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from fsdp2kit.config.data_schema import DataFormat
+from fsdp2kit.config.data_formats import DataFormat
 
 # 1 for each token (format "tokens") or each message ("chat") to learn, 0 for the others.
 MASKS = (

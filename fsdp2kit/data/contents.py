@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.sources import is_url, locate
+from fsdp2kit.data.sources import locate
+from fsdp2kit.files.remote import is_url
 
 _NAMED, _RECORDED = 3, 1000  # files in a message, and in a manifest
 

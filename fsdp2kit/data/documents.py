@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.config.schema import DataConfig, Overlong
+from fsdp2kit.config.data_formats import Overlong
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.formats import answers_per_row

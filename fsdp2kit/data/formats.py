@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
+from fsdp2kit.config.data_formats import COLUMNS
+from fsdp2kit.config.schema import ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_no_media, check_tools, same_at_start
 from fsdp2kit.data.column_names import FUNCTIONS, MASKS, WEIGHTS
 from fsdp2kit.data.fields import FLAGS

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.formats import row_key
 from fsdp2kit.data.rows import RowReader, blocks_of
 from fsdp2kit.data.sources import Location

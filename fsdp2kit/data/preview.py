@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.data_schema import ASKED
+from fsdp2kit.config.data_formats import ASKED
 from fsdp2kit.data.build import build_data, read_beginning
 from fsdp2kit.data.document_warnings import SAMPLE, count_copies, overlong_share
 from fsdp2kit.data.documents import Report

@@ -26,14 +26,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.config.sections.data import DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.formatter import formatted
 from fsdp2kit.data.sources import (
     COMPRESSED,
     Location,
     first_line,
-    is_url,
     locate,
     no_configuration,
     quiet,
@@ -42,6 +42,7 @@ from fsdp2kit.data.sources import (
 )
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import todo_of_cache
+from fsdp2kit.files.remote import is_url
 
 Position = dict[str, Any]  # what JSON can hold
 _BLOCK_BYTES = 16 << 20  # of a block that is not one large row

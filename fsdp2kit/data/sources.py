@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import fsspec
 import yaml
 
-from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.config.section import may_be_hub_id
+from fsdp2kit.config.sections.data import DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.errors import UserError, nearest
+from fsdp2kit.files.remote import is_url
 
 _KINDS = {
     ".jsonl": "json",
@@ -245,11 +247,6 @@ def _list_files(path: str) -> tuple[list[str], str | None]:
 def _is_hidden(parts: Sequence[str]) -> bool:
     """Whether one of a path's parts is hidden, like Jupyter's copies in ``.ipynb_checkpoints``."""
     return any(part.startswith(".") for part in parts)
-
-
-def is_url(path: str) -> bool:
-    """Whether a path is an fsspec URL, ``s3://bucket/data.jsonl``."""
-    return "://" in path
 
 
 def suffix_of(file: str) -> str:

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.day import day_of, writes_date

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.chat import Chat, Span, supervised_spans
 from fsdp2kit.data.column_checks import check_columns, unread_columns
 from fsdp2kit.data.findings import Findings

@@ -26,7 +26,8 @@ _SECRET_VARIABLE = re.compile(
 _KEY_VARIABLE = re.compile(r"_KEY$", re.IGNORECASE)
 _SHORTEST_SECRET = 8  # shorter values ("true", "0") would match ordinary text
 _SHORTEST_KEY = 16
-_NUMBER, _SHORTEST_NUMBER = re.compile(r"[\d_.+\-]+"), 4
+_NUMBER = re.compile(r"[\d_.+\-]+")
+_SHORTEST_NUMBER = 4
 
 # `https:\/\/` is how some JSON writes it, `https:/` what a path makes of it.
 _URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{1,30}):(?P<slashes>\\{0,8}/(?:\\{0,8}/)?)(?P<rest>[^\s'\"<>`]+)")
@@ -163,7 +164,8 @@ def _values_of_environment() -> list[str]:
 
 def _without_user(found: re.Match[str]) -> str:
     """A URL without user and password. A password may hold ``/`` and ``@``."""
-    scheme, rest = found["scheme"], found["rest"]
+    scheme = found["scheme"]
+    rest = found["rest"]
     authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]
     user, at, _ = authority.rpartition("@")
     begin = f"{scheme}:{found['slashes']}"
@@ -210,7 +212,8 @@ def _looks_like_a_key(value: str) -> bool:
     """Whether a value may be a key: at least 8 letters, digits and few signs, not letters alone unless it is long."""
     if re.fullmatch(r"[A-Za-z0-9_\-.+/=~:%|]{8,}", value) is None or value.startswith(("/", "./", "../", "~", "<")):
         return False
-    has_digit, has_letter = re.search(r"\d", value) is not None, re.search(r"[A-Za-z]", value) is not None
+    has_digit = re.search(r"\d", value) is not None
+    has_letter = re.search(r"[A-Za-z]", value) is not None
     is_prefixed = re.match(r"(?:hf|sk|pk|ghp|gho|glpat)[_-]", value) is not None
     return has_letter and (has_digit or is_prefixed or len(value) >= 32)
 

@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from fsdp2kit.config.foreign import NAMES
+from fsdp2kit.files.remote import is_url
 from fsdp2kit.migrate.fields import TABLE, Field, program_of
 from fsdp2kit.migrate.values import Told
 
@@ -151,7 +152,7 @@ class Draft:
 
     def relative(self, path: str) -> str:
         """A path that exists in the working directory, relative to the TOML; other paths and hub ids as they are."""
-        if "://" in path or Path(path).is_absolute() or not Path(path).exists():
+        if is_url(path) or Path(path).is_absolute() or not Path(path).exists():
             return path
         return os.path.relpath(path, Path(self.path).parent)
 

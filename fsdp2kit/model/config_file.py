@@ -210,7 +210,7 @@ def _old_rope(target: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[di
     )
     kinds = {key: value for key, value in rope.items() if isinstance(value, dict)}
     flat = dict(rope)
-    local = None
+    local: dict[str, Any] | None = None
     if kinds:
         if kinds.keys() != {"full_attention", "sliding_attention"}:
             return

@@ -249,7 +249,8 @@ def _merge(
             _check_known(found, known, where=where, also=aliases)
         for name in names:
             merged.pop(name, None)
-        merged[own], nested = value, known.get(found)
+        merged[own] = value
+        nested = known.get(found)
         if own == "rope_parameters":
             merged.pop("rope_scaling", None)  # transformers 4's name for them, which would go before
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):

@@ -139,7 +139,7 @@ def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> 
     The config's ``max_position_embeddings`` may be a table's size or the length that the model was trained on;
     ``traits`` says which.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = value_of(model.config.get_text_config(), "max_position_embeddings")
     if isinstance(limit, int) and seq_len > limit and traits.has_position_table:
         what = f"{seq_len} is beyond the {limit} positions of {type(model).__name__}, which has a table of them"
         raise UserError("data.seq_len", what, f"use at most {limit}")
@@ -152,8 +152,8 @@ def beyond_positions(config: PretrainedConfig, *, seq_len: int) -> str | None:
     after. If kinds of layers have a RoPE each, the shortest length counts.
     """
     config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    given = getattr(config, "rope_parameters", None) or {}
+    positions = value_of(config, "max_position_embeddings")
+    given = value_of(config, "rope_parameters") or {}
     if not isinstance(positions, int) or positions <= 0:
         return None
     kinds = [kind for kind in given.values() if isinstance(kind, dict)] or [given]
@@ -176,13 +176,13 @@ def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
     or of a rank's slice. The same token would be rotated differently on another mesh, and "dynamic" has a memory.
     """
     config = config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or {}
+    given = value_of(config, "rope_parameters") or {}
     for kind in [given, *(kind for kind in given.values() if isinstance(kind, dict))]:
         name = kind.get("rope_type")
         if name not in ("dynamic", "longrope"):
             continue
         original = (name == "longrope" and kind.get("original_max_position_embeddings")) or (
-            getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            value_of(config, "original_max_position_embeddings") or config.max_position_embeddings
         )
         if seq_len > original:
             what = (
@@ -202,8 +202,8 @@ def check_temperature(config: PretrainedConfig, *, seq_len: int, cut: bool) -> N
         cut: whether the index may be another one than in the document: in packed rows and under context parallelism.
     """
     config = config.get_text_config()
-    floor = getattr(config, "floor_scale", None)
-    if cut and floor and getattr(config, "attn_temperature_tuning", False) and seq_len >= floor:
+    floor = value_of(config, "floor_scale")
+    if cut and floor and value_of(config, "attn_temperature_tuning") and seq_len >= floor:
         what = f"{seq_len} is not below {floor}, from where on the model scales queries by their index in a rank's row"
         todo = "use a shorter one, or data.pack = false and mesh.cp = 1"
         raise UserError("data.seq_len", f"{what}, not in their document", todo)
@@ -263,7 +263,7 @@ def _has_position_table(twin: PreTrainedModel) -> bool:
         twin(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
         return True
 
-    size = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
+    size = value_of(twin.config.get_text_config(), "max_position_embeddings")
     if not isinstance(size, int) or size <= 0:  # XLNet has −1: no limit
         return False
     # Past the end of an embedding or a buffer, each architecture raises another exception.
@@ -309,7 +309,7 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
             if isinstance(given := value_of(config, key), int) and given > value:
                 setattr(config, key, value)
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            ids = getattr(config, key, None)
+            ids = value_of(config, key)
             if ids is not None and max(ids if isinstance(ids, list) else [ids]) >= _SMALL["vocab_size"]:
                 try:
                     setattr(config, key, None)
@@ -350,9 +350,9 @@ def _choose_layers(config: Any) -> None:
     single layers, is cut to those kept.
     """
     depth = config.num_hidden_layers
-    is_mixed = getattr(config, "is_heterogeneous", False)
+    is_mixed = value_of(config, "is_heterogeneous")
     own = {int(at): values for at, values in config.to_dict()["per_layer_config"].items()} if is_mixed else {}
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = value_of(config, "layer_types") or value_of(config, "layers_block_type")
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
     counted = [key for key, value in lists.items() if value == [*range(depth)]]
     firsts = [(value == kinds, _first_of_each(value)) for value in lists.values()]
@@ -364,7 +364,7 @@ def _choose_layers(config: Any) -> None:
     else:
         others = [at for at in range(depth) if at not in first]
         chosen = sorted([*first, *others[: max(0, _LAYERS - len(first))]])
-        if getattr(config, "num_kv_shared_layers", None):  # the last ones take keys of others of their kind
+        if value_of(config, "num_kv_shared_layers"):  # the last ones take keys of others of their kind
             shared = _first_of_each(kinds or [0])
             chosen = [*chosen, *shared]
             config.num_kv_shared_layers = len(shared)
@@ -386,14 +386,14 @@ def _first_of_each(values: list[Any]) -> list[int]:
 def _narrow_mamba(config: Any) -> None:
     """Give Mamba-2's heads a width that suits the narrowed hidden size: heads × width = expand × hidden."""
     for heads, width in (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim")):
-        if isinstance(getattr(config, heads, None), int):
-            inner = int(getattr(config, "mamba_expand", None) or getattr(config, "expand", 2)) * config.hidden_size
+        if isinstance(value_of(config, heads), int):
+            inner = int(value_of(config, "mamba_expand") or getattr(config, "expand", 2)) * config.hidden_size
             setattr(config, heads, _MAMBA_HEADS)
             setattr(config, width, inner // _MAMBA_HEADS)
-            if getattr(config, "mamba_d_ssm", None):
+            if value_of(config, "mamba_d_ssm"):
                 config.mamba_d_ssm = inner
             for groups in ("mamba_n_groups", "n_groups"):
-                if isinstance(getattr(config, groups, None), int):
+                if isinstance(value_of(config, groups), int):
                     setattr(config, groups, min(getattr(config, groups), 2))
 
 

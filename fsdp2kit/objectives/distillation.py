@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.config.optimization import UnbalancedConfig
 from fsdp2kit.config.schema import (
-    DistillConfig,
     Float8Config,
     LoraConfig,
     ModelConfig,
     PreflightConfig,
     TrainingConfig,
+    UnbalancedConfig,
 )
+from fsdp2kit.config.sections.distill import DistillConfig
 from fsdp2kit.data.sources import held_out_sets, training_sets
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement

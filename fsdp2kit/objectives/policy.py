@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig, RolloutConfig
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.sections.grpo import GRPOConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.job.distributed import reduce_numbers
 from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.objectives.reference import ReferenceModel, build_reference

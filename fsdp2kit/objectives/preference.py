@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.config.optimization import DPOConfig, PlainDPOConfig, SimPOConfig
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.sections.dpo import DPOConfig, PlainDPOConfig, SimPOConfig
 from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.objectives.reference import ReferenceModel, build_reference
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -79,8 +79,7 @@ class Preference:
     def measured_by(self) -> dict[str, str]:
         """What a held-out loss depends on, by the TOML's keys: `fsdp2kit.train.evaluation.Evaluation.measured_by`."""
         section = self.section
-        smoothing = section.label_smoothing if isinstance(section, PlainDPOConfig) else 0.0
-        found = {"dpo.beta": section.beta, "dpo.label_smoothing": smoothing}
+        found = {"dpo.beta": section.beta, "dpo.label_smoothing": section.smoothing}
         found |= {"dpo.gamma": section.margin} if isinstance(section, SimPOConfig) else {}
         return {name: str(value) for name, value in found.items()}
 

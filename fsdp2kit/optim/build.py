@@ -14,13 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit.config.optimization import (
-    CosineScheduleConfig,
-    LRScheduleConfig,
-    MuonConfig,
-    OptimizerConfig,
-    WSDScheduleConfig,
-)
+from fsdp2kit.config.schema import CosineScheduleConfig
+from fsdp2kit.config.sections.lr_schedule import LRScheduleConfig, WSDScheduleConfig
+from fsdp2kit.config.sections.optimizer import MuonConfig, OptimizerConfig
 from fsdp2kit.errors import importing
 from fsdp2kit.job.distributed import by_mesh, local_part, sharded_like
 from fsdp2kit.optim.host_state import keep_state_on_host
@@ -88,7 +84,8 @@ def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> O
     optimizer = AdamW8bit(groups, **values)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state[parameter] = {"step": torch.tensor(0.0)}
-        shard, block = local_part(parameter), block_size(parameter)
+        shard = local_part(parameter)
+        block = block_size(parameter)
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if block is None:
                 state[name] = torch.zeros_like(parameter, requires_grad=False)
@@ -193,12 +190,15 @@ def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_
     """
     from transformers import get_scheduler  # only then: it imports peft, which a plan does not need
 
-    warmup, options = section.warmup(total_steps), {}
+    warmup = section.warmup(total_steps)
+    options = {}
     if isinstance(section, WSDScheduleConfig):
         decay_steps = section.decay_steps or max(1, min(total_steps // 10, total_steps - warmup))
-        name, options = "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}
+        name = "warmup_stable_decay"
+        options = {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}
     elif isinstance(section, CosineScheduleConfig):
-        name, options = "cosine_with_min_lr", {"min_lr_rate": section.min_lr_ratio}
+        name = "cosine_with_min_lr"
+        options = {"min_lr_rate": section.min_lr_ratio}
     else:
         name = {"constant": "constant_with_warmup", "linear": "linear"}[section.name]
     schedule: Any = get_scheduler(name, optimizer, warmup, total_steps, scheduler_specific_kwargs=options)

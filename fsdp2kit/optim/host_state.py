@@ -37,7 +37,8 @@ class HostState:
         The copies may still be in progress: call `wait` before the host reads them.
         """
         for parameter, name, value in self._moments(parameters):
-            local, key = local_part(value), (parameter, name)
+            local = local_part(value)
+            key = (parameter, name)
             if key not in self._kept:
                 self._kept[key] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._kept[key].copy_(local, non_blocking=True)
@@ -116,7 +117,8 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], *, largest: int)
     for item in items:
         if batch and total + size_of(item) > largest:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
         batch.append(item)
         total += size_of(item)
     if batch:

@@ -94,7 +94,8 @@ class MuonAdamW(Optimizer):
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        rows, buffer = local_part(gradient), local_part(state["momentum_buffer"])
+        rows = local_part(gradient)
+        buffer = local_part(state["momentum_buffer"])
         buffer.lerp_(rows, 1 - momentum)
         return rows.lerp(buffer, momentum).bfloat16()
 
@@ -140,7 +141,8 @@ def orthogonal_experts(experts: Tensor, part: Tensor) -> Tensor:
     dim, ranks, group = _slices(experts)
     if ranks == 1:
         return orthogonalize_each(part)
-    rank, most = dist.get_rank(group), -(-len(part) // ranks)
+    rank = dist.get_rank(group)
+    most = -(-len(part) // ranks)
     held = [max(0, min(most, len(part) - at * most)) for at in range(ranks)]
     of_rank = [part[0].numel() * count for count in held]
     mine = [of_rank[rank]] * ranks
@@ -157,7 +159,8 @@ def _slices(experts: Tensor) -> tuple[int, int, dist.ProcessGroup | None]:
     """The dimension over which each expert is sharded, over how many ranks, and their group; 1 rank: it is not."""
     if not isinstance(experts, DTensor):
         return 0, 1, None
-    mesh, placements = experts.device_mesh, experts.placements
+    mesh = experts.device_mesh
+    placements = experts.placements
     spread = [at for at, one in enumerate(placements) if one.is_shard() and mesh.size(at) > 1 and one.dim > 0]
     if not spread:
         return 0, 1, None
@@ -178,7 +181,8 @@ def _shards(matrix: Tensor) -> tuple[int, dist.ProcessGroup | None]:
     """The number of ranks over which the rows are sharded, and their group."""
     if not isinstance(matrix, DTensor):
         return 1, None
-    mesh, placements = matrix.device_mesh, matrix.placements
+    mesh = matrix.device_mesh
+    placements = matrix.placements
     spread = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
     if not spread:
         return 1, None
@@ -196,7 +200,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """
     adapter = weights_of(model).adapter
     stacked = tuple(f"{name}." for name in adapter.experts) if adapter is not None else ()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    given: Any = model
+    head = given.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}
     return [
         parameter

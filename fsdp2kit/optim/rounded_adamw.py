@@ -31,7 +31,7 @@ ELEMENTS_AT_ONCE = 2**23
 _TINY = torch.finfo(torch.bfloat16).tiny  # 2^-126, the smallest number of full precision, here as in float32
 
 
-class _Piece(NamedTuple):
+class _Elements(NamedTuple):
     """Neighbouring elements of this rank's shard of a parameter: views of what an update reads and writes."""
 
     parameter: Tensor
@@ -66,7 +66,8 @@ class RoundedAdamW(Optimizer):
         seed: int = 0,
         elements_at_once: int | None = None,
     ) -> None:
-        self._seed, self._elements_at_once = seed, elements_at_once
+        self._seed = seed
+        self._elements_at_once = elements_at_once
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -74,7 +75,7 @@ class RoundedAdamW(Optimizer):
         """Update every parameter that has a gradient."""
         numbers = itertools.count()
         for group in self.param_groups:
-            alike: dict[tuple[int, torch.dtype, torch.device], list[_Piece]] = {}
+            alike: dict[tuple[int, torch.dtype, torch.device], list[_Elements]] = {}
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
                     step = self._count(parameter)
@@ -100,22 +101,23 @@ class RoundedAdamW(Optimizer):
         state["step"] += 1
         return int(state["step"])
 
-    def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Piece]:
-        state, size = self.state[parameter], self._at_once(parameter.device)
+    def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Elements]:
+        state = self.state[parameter]
+        size = self._at_once(parameter.device)
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         starts, length = _runs(parameter)
         flat = [local_part(tensor).reshape(-1) for tensor in tensors]
         for number, start in enumerate(starts):
             run = [tensor[number * length : (number + 1) * length].split(size) for tensor in flat]
             for views in zip(*run, strict=True):
-                yield _Piece(*views, key=key, start=start)
+                yield _Elements(*views, key=key, start=start)
                 start += views[0].numel()
 
     def _at_once(self, device: torch.device) -> int:
         return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE)
 
 
-def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
+def _update(pieces: list[_Elements], group: dict[str, Any], *, step: int) -> None:
     """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``; uses the moments before they are rounded.
 
     Products and sums are separate operations: fused, they would round differently at the end of a vector, and the

@@ -93,7 +93,8 @@ def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any
     checkpointing only some layers (``every``): docs/dev/checks.md.
     """
     name = str(operator)
-    is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS
+    packet = operator.overloadpacket if hasattr(operator, "overloadpacket") else operator
+    is_product = str(packet) in _PRODUCTS
     if is_product or _EXPERTS in name or any(word in name for word in _ATTENTION):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -75,7 +75,8 @@ def plan_units(
         in_4_bits: weights that will be stored so: always sharded by rows, of which they have many.
     """
     traits = traits or inspect_model(model)
-    ignored, head = set(ignored_modules(section, model)), model.get_output_embeddings()
+    ignored = set(ignored_modules(section, model))
+    head = model.get_output_embeddings()
     named, chosen = _choose(section, model, traits)
     dealt_out = set(experts.modules if experts else ())
     chosen = (chosen | dealt_out) - ignored
@@ -127,7 +128,8 @@ def _has_more_ranks_than_experts(parameter: nn.Parameter, ranks: int) -> bool:
 def _choose(section: FSDPConfig, model: PreTrainedModel, traits: Traits) -> tuple[set[str], set[str]]:
     """Names of the modules whose classes the config lists, and of all that become units, these among them."""
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     uncalled = traits.uncalled_modules | set(_read_from_outside(model))
     exceptions = _of_classes(model, section.class_dtypes, uncalled, where="fsdp.class_dtypes")
     named = {*exceptions, *_of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")}
@@ -147,7 +149,8 @@ def _read_from_outside(model: PreTrainedModel) -> Iterator[str]:
     The loss reads the head's weight, DoRA the weights of a layer and its adapter, for their norm, and an adapter on
     experts theirs.
     """
-    adapter, head = weights_of(model).adapter, model.get_output_embeddings()
+    adapter = weights_of(model).adapter
+    head = model.get_output_embeddings()
     read = [head] if head is not None else []
     read += [model.get_submodule(name) for name in (adapter.experts if adapter is not None else ())]
     if adapter is not None and adapter.config.use_dora:
@@ -160,7 +163,8 @@ def _split_kept(
     section: FSDPConfig, model: PreTrainedModel, units: set[str], ignored: Collection[str]
 ) -> tuple[dict[str, str], set[str]]:
     """The parameters that stay in float32: those of their own unit, with its name, and those of a head in its unit."""
-    stays, parameters = stays_in_float32(section, model, section.param_dtype), dict(model.named_parameters())
+    stays = stays_in_float32(section, model, section.param_dtype)
+    parameters = dict(model.named_parameters())
     head = model.get_output_embeddings()
     owners = {name: name.rpartition(".")[0] for name in stays if name in parameters}
     of_head = {name for name, owner in owners.items() if owner in units and model.get_submodule(owner) is head}

@@ -65,7 +65,8 @@ class DtypeLedger:
     def __str__(self) -> str:
         dtypes = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
         dtypes |= {f"compute of {name}": dtype for name, dtype in dtypes.pop("compute_by_class").items()}
-        rounding, kept = dtypes.pop("rounding"), dtypes.pop("kept")
+        rounding = dtypes.pop("rounding")
+        kept = dtypes.pop("kept")
         line = "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         if kept:
             line += f"; float32 throughout, as transformers keeps them: {', '.join(kept)}"
@@ -170,7 +171,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
 def _as_stored(value: object) -> object:
     """The tensor that stores a moment; torchao's quantised ones report float32 and store codes."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    return getattr(local, "codes", value)
+    return local.codes if hasattr(local, "codes") else value
 
 
 def _modules_of_unit(module: nn.Module) -> Iterator[nn.Module]:

@@ -141,7 +141,9 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
     """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none."""
     if config.lora.quantize != "nf4":
         return None
-    kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
+    kind = type(model).__name__
+    key = "lora.quantize"
+    todo = "leave it out"
     if not SHARDS_INTEGERS:
         what = f"'nf4', but FSDP2 of torch {torch.__version__} shards no integers"
         raise UserError(key, what, "install torch 2.12 or newer, or leave it out")

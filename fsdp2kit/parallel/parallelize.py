@@ -59,7 +59,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     broken = [model.get_submodule(name) for name in plan.broken_layers] if plan.compile.enabled else []
     for layer in broken:  # torch.compile gives up a recomputed layer whose graph breaks: here recomputation is around
         layer.forward = torch.compile(layer.forward)
-    section, is_compiled = plan.activation_checkpointing, plan.compile.enabled
+    section = plan.activation_checkpointing
+    is_compiled = plan.compile.enabled
     apply_activation_checkpointing(section, layers, device_type=mesh.device.type, is_compiled=is_compiled)
     if plan.compile.enabled:
         for layer in layers:

@@ -7,13 +7,10 @@ plan. Planning needs no device, no weights and no process group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, shard_ranks
 from fsdp2kit.config.schema import (
@@ -24,33 +21,25 @@ from fsdp2kit.config.schema import (
     TrainingConfig,
 )
 from fsdp2kit.console import counted
-from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.flops import ModelFlops, count_model_flops
 from fsdp2kit.model.inspect import (
     Traits,
     beyond_positions,
-    check_attention,
-    check_positions,
-    check_rope,
-    check_temperature,
     inspect_model,
 )
-from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.tokenizer import check_same_tokens
-from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.context_parallel.layout import VARLEN
-from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
-from fsdp2kit.parallel.context_parallel.recurrent_checks import try_recurrent
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
-from fsdp2kit.parallel.expert_parallel.routing import check_balance
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
-from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
+from fsdp2kit.parallel.refusals import (
+    refuse_model,
+    refuse_packs_that_leak,
+    refuse_selective_in_pieces,
+    refuse_untried_expert_parallelism,
+)
 from fsdp2kit.weights.adapters import Adapter
 from fsdp2kit.weights.record import source_of, weights_of
 
@@ -147,7 +136,8 @@ class ParallelPlan:
         return lines
 
     def _describe_adapter(self, adapter: Adapter) -> str:
-        config, trained = adapter.config, self.parameters - self.frozen_parameters
+        config = adapter.config
+        trained = self.parameters - self.frozen_parameters
         # Experts have two wrappers, one inside the other.
         named = dict.fromkeys(name.removesuffix(".base_layer") for name in adapter.layers)
         kinds = Counter(name.rpartition(".")[2] for name in named)
@@ -157,14 +147,6 @@ class ParallelPlan:
         words += [f"{', '.join(config.modules_to_save)} trained whole"] if config.modules_to_save else []
         kind = ", ".join([start, f"rank {config.r}", f"alpha {config.lora_alpha}", *words])
         return f"lora: {kind}; on {layers}; trained: {trained:,} of {self.parameters:,} parameters"
-
-
-_NOT_COMPILED = (
-    "activation_checkpointing.mode 'selective' with compile.enabled",
-    "decoder layers hold FSDP units (fsdp.unit, unit_classes or class_dtypes), whose hooks break the layers' graphs; "
-    "torch.compile cannot choose what to keep across pieces",
-    'set activation_checkpointing.mode = "full", fsdp.unit = "layer" without such classes, or compile.enabled = false',
-)
 
 
 def plan_parallel(
@@ -189,11 +171,12 @@ def plan_parallel(
     with agreement():
         traits = traits or inspect_model(model)
         device = torch.device(device_type) if device_type else None
-        _check_model(model, config, traits=traits, device=device)
-        _check_packing(model, config, traits=traits)
+        refuse_model(model, config, traits=traits, device=device)
+        refuse_packs_that_leak(model, config, traits=traits, attention=None)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
-        _check_packing(model, config, traits=traits, attention=attention)
-        experts = _plan_experts(model, config, sizes)
+        refuse_packs_that_leak(model, config, traits=traits, attention=attention)
+        refuse_untried_expert_parallelism(model, config, sizes)
+        experts = plan_experts(model, sizes)
         layers = set(decoder_layers(model))
         # Weights travel to an engine in rows.
         ranks = 1 if config.engine_needs is not None else shard_ranks(config.fsdp, sizes)
@@ -223,8 +206,7 @@ def plan_parallel(
             compile=config.compile,
             layers=tuple(name for name, module in model.named_modules() if module in layers),
         )
-        if config.compile.enabled and config.activation_checkpointing.mode == "selective" and plan.broken_layers:
-            raise UserError(*_NOT_COMPILED)
+        refuse_selective_in_pieces(config, plan.broken_layers)
     return plan
 
 
@@ -235,158 +217,3 @@ def _ledger(config: TrainingConfig, model: PreTrainedModel, *, replicas: int) ->
         name for dtype in (config.fsdp.param_dtype, *exported) for name in stays_in_float32(config.fsdp, model, dtype)
     ]
     return dtype_ledger(config, export=export, replicas=replicas, kept=kept)
-
-
-def _check_model(
-    model: PreTrainedModel, config: TrainingConfig, *, traits: Traits, device: torch.device | None
-) -> None:
-    """Refuse a model or config that would silently train something else than the config says.
-
-    Each refusal says what would go wrong and what to do. Refusals that a user may accept have a name for
-    ``preflight.allow``.
-    """
-    hf_config, name = model.config.get_text_config(), type(model).__name__
-    _check_adapter(model, config, traits)
-    if (engine := config.engine_needs) is not None:
-        check_tensor_parallel(model, engine.tp)
-    if "other_tokenizer" not in config.preflight.allow:
-        check_same_tokens(config.model)
-    _check_dropout(model, hf_config, config.preflight.allow)
-    if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
-        key = "model.config.output_router_logits"
-        what = "is true: the router's auxiliary loss of a micro-batch depends on the mesh, and is not part of the loss"
-        todo = f'set {key} = false, and moe.balance = "aux" for that loss of each row; '
-        todo += 'or preflight.allow = ["router_aux_loss"] to train without it'
-        raise UserError(key, what, todo)
-    check_balance(config.moe, model, traits)
-    check_rope(model.config, seq_len=config.data.seq_len)
-    check_temperature(model.config, seq_len=config.data.seq_len, cut=config.data.pack or config.mesh.cp > 1)
-    check_positions(model, traits, seq_len=config.data.seq_len)
-    if (whole := weights_of(model).whole) is not None:
-        if traits.no_twin:
-            what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_twin}"
-            raise UserError("model.path", what, "use a text model")
-        traits.once("whole", whole.check_same_logits)
-        if engine is not None and not engine.embedded:
-            what = f"a server would be sent the text part of {type(whole.model).__name__} alone"
-            raise UserError("rollout.engine", what, 'use "transformers", or a text model')
-    if config.activation_checkpointing.mode == "selective":
-        _check_selective(traits.twin(), config.activation_checkpointing, name=name)
-    if device is not None:
-        check_attention(config.model.attention, device=device)
-    check_liger(config.model, model, device=device)
-    if traits.causal is False:
-        what = "its tokens see later tokens, so next-token prediction would learn to copy"
-        raise UserError(f"model {name}", what, "use a causal language model")
-
-
-def _check_packing(
-    model: PreTrainedModel, config: TrainingConfig, *, traits: Traits, attention: AttentionPath | None = None
-) -> None:
-    """Refuse packed rows whose documents would see each other.
-
-    Args:
-        attention: None: not chosen yet, and only what no attention of ours would change is refused.
-    """
-    if not config.data.pack:
-        return
-    name, what, recurrent = type(model).__name__, None, bool(find_recurrent(model))
-    unknown = unknown_kinds(model.config, recurrent=recurrent)
-    if recurrent and (why := try_recurrent(model, traits)):
-        what = f"{name}: {why}"
-    elif traits.separates_packed is None:
-        why = traits.no_twin or "a small copy of it does not run in packed rows"
-        what = f"packed documents might see each other in {name}: {why}"
-    elif unknown:  # a convolution's small weights might hide a leak in the trial
-        what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
-    elif attention is None or traits.separates_packed or attention.recurrent_layers:
-        return
-    # Other paths were tried with packed rows when they were chosen.
-    elif attention.method is None and attention.kernel != VARLEN and not attention.masks_every_row:
-        what = f"packed documents would see each other in {name} (tried on a small copy of it)"
-    if what:
-        raise UserError("data.pack", what, "set data.pack = false")
-
-
-def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Traits) -> None:
-    """Refuse adapters that the recipe did not build, and those that nothing would call."""
-    adapter = weights_of(model).adapter
-    if adapter is None and config.trains_adapter:
-        where = "lora.rank" if config.model.adapter is None else "model.adapter"
-        what = f"is given, but recipe {config.recipe!r} built the model without adapters"
-        raise UserError(
-            where, what, "leave it out, or write build_model(config.model, lora=config.lora) in the recipe"
-        )
-    if adapter is not None and adapter.config.use_dora and config.compile.enabled:
-        what = "true with DoRA: torch.compile cannot trace peft's layers for it, and would leave everything uncompiled"
-        raise UserError("compile.enabled", what, "set it to false, or train without lora.dora")
-    if adapter is not None and adapter.experts:
-        what = "with adapters on experts in one tensor"
-        if config.compile.enabled:
-            raise UserError("compile.enabled", f"true {what}: torch.compile cannot trace these", "set it to false")
-        if config.engine_needs is not None:
-            raise UserError(f"recipe {config.recipe!r}", f"{what}, which no engine is sent", "leave the experts out")
-    if adapter is not None and (idle := sorted(traits.uncalled_modules & set(adapter.layers))):
-        what = f"{idle[0]} is never called (the module around it reads its weight), so its adapter would do nothing"
-        raise UserError("lora.target_modules", what, "name other layers")
-
-
-def _check_selective(twin: Any, section: ActivationCheckpointingConfig, *, name: str) -> None:
-    """Refuse to keep results that the model later changes in place; tried on a tiny copy, if one can be made."""
-    if twin is None:
-        return
-    apply_activation_checkpointing(section, decoder_layers(twin), device_type="cpu")
-    try:
-        twin(input_ids=torch.arange(2, 14)[None], use_cache=False).logits.sum().backward()
-    except RuntimeError as error:
-        if "mutated" in str(error):
-            what = f"{name} changes results in place that would be kept for backward"
-            todo = 'set activation_checkpointing.mode = "full"'
-            raise UserError("activation_checkpointing.mode 'selective'", what, todo) from None
-
-
-def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Collection[str]) -> None:
-    if "dropout" in allow or not any(_drops(module) for module in model.modules()):
-        return
-    # Configs also name dropouts of heads that this model lacks: modules decide, and the config provides the names.
-    keys = [
-        f"model.config.{key}"
-        for key, value in config.to_dict().items()
-        if _is_noise(key) and isinstance(value, float) and value > 0
-    ]
-    keys += ["lora.dropout"] if (adapter := weights_of(model).adapter) and adapter.config.lora_dropout else []
-    todo = 'preflight.allow = ["dropout"]'
-    if not any("jitter" in key for key in keys):  # PhiMoE routes by it in evaluation, too
-        todo = f"{' and '.join(f'{key} = 0.0' for key in keys)}, or {todo}"
-    raise UserError(
-        "model.config" if keys[:1] != ["lora.dropout"] else "lora.dropout",
-        f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
-        f"set {todo}",
-    )
-
-
-def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes) -> ExpertPlan | None:
-    """How experts are dealt out, where ``ep`` asks for it; refuses what was not tried with that."""
-    adapter = weights_of(model).adapter
-    has_engine = config.engine_needs is not None
-    untried = [
-        ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
-        ("mesh.ep with adapters on experts", adapter is not None and adapter.experts, "leave the experts out"),
-        ('mesh.ep with lora.quantize = "nf4"', config.lora.quantize == "nf4", "leave lora.quantize out"),
-        ("mesh.ep with adapters and rollouts", adapter is not None and has_engine, "train without adapters"),
-    ]
-    for where, is_wanted, todo in untried:
-        if sizes.ep > 1 and is_wanted:
-            raise UserError(where, "is not supported", f"{todo}, or use mesh.ep = 1")
-    return plan_experts(model, sizes)
-
-
-def _is_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops values in training: a dropout layer, or a rate that its forward hands to a function."""
-    if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
-        return module.p > 0
-    return any(_is_noise(name) and isinstance(value, float) and value > 0 for name, value in vars(module).items())

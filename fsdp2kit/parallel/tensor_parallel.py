@@ -19,6 +19,7 @@ from transformers.distributed import utils as transformers_meshes
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import world_size
 from fsdp2kit.job.mesh import device_mesh
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.weights.record import weights_of
 
 
@@ -26,12 +27,13 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
     """Refuse a model that transformers cannot split over ``tp`` ranks with whole heads on each."""
     if tp == 1:
         return
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
+    config = model.config.get_text_config()
     if not any("*" in rule for rule in model.tp_plan or {}):
         what = f"{tp}, but transformers {transformers.__version__} has no tensor-parallel plan for {name}"
         raise UserError("rollout.tp", what, "leave it out")
     for key in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(config, key, None) or 0
+        heads = value_of(config, key) or 0
         for count in (count for count in (heads if isinstance(heads, list) else [heads]) if count % tp):
             what = f"{tp} does not divide the model's {key} {count}"
             raise UserError("rollout.tp", what, "use a divisor of it")
@@ -56,10 +58,11 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
             plan = {rule: style for rule, style in plan.items() if rule not in modules}
         _set(model, alias, nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False))
     model.tp_plan = plan
-    # From 5.19 on, transformers has the meshes of dense layers and of experts in one object.
-    both = getattr(transformers_meshes, "TransformersDeviceMesh", lambda mesh, _: mesh)
+    given = mesh
+    if hasattr(transformers_meshes, "TransformersDeviceMesh"):  # from 5.19 on: the meshes of dense layers and experts
+        given = transformers_meshes.TransformersDeviceMesh(mesh, mesh)
     try:
-        model.maybe_distribute_model(model, DistributedConfig(tp_size=tp), both(mesh, mesh))
+        model.maybe_distribute_model(model, DistributedConfig(tp_size=tp), given)
     except ValueError as error:
         what = f"transformers cannot split the model over {tp} ranks: {error}"
         raise UserError("rollout.tp", what, "use fewer") from None
@@ -72,7 +75,8 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
     """Copy a tensor into ``target``, or this rank's part of it where that is split."""
     if isinstance(target, DTensor):
         part = distribute_tensor(whole.contiguous(), target.device_mesh, target.placements, src_data_rank=None)
-        target, whole = target.to_local(), part.to_local()
+        target = target.to_local()
+        whole = part.to_local()
     target.copy_(whole)
 
 

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fsdp2kit.checkpoint.offline import try_places
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
-from fsdp2kit.config.data_schema import ASKED
+from fsdp2kit.config.data_formats import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import GRPOConfig
+from fsdp2kit.config.sections.grpo import GRPOConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.objectives.policy import group_advantages
 from fsdp2kit.rl.engines.engine import Response

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.rl.engines.engine import Response
 from fsdp2kit.rl.packing import Rollout
 

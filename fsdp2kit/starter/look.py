@@ -9,6 +9,7 @@ from typing import Any
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.remote import is_url
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -78,7 +79,7 @@ def _found(path: str, flag: str) -> str:
     local = Path(path).expanduser()
     if local.exists():
         return str(local.absolute())
-    if "://" in path or "*" in path or may_be_hub_id(path):
+    if is_url(path) or "*" in path or may_be_hub_id(path):
         return path
     raise UserError(flag, f"{path}: no such file or folder", "check the path, or give a hub id")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp2kit.config.schema import WandbConfig
-from fsdp2kit.config.wandb_login import has_login
+from fsdp2kit.config.sections.wandb import has_login
 from fsdp2kit.files.redaction import cleaned, without_secrets
 
 Mode = Literal["online", "offline", "disabled"]

@@ -6,7 +6,6 @@ safetensors' own `save_file` wants all tensors of a file at once and copies thei
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import is_remote
+from fsdp2kit.files.remote import drop_cache, flush_to_disk
 
 LET_GO_BYTES = 1 << 26
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -54,14 +53,10 @@ def write_safetensors(
                 advance(size)
             assert written == form.nbytes, f"{name}: {written} bytes for {form}"
             waiting += written
-            if waiting >= LET_GO_BYTES and not is_remote(path) and hasattr(os, "posix_fadvise"):  # not on macOS
-                # Have the system write what there is to the disk now, and keep its cache for what is being read.
-                file.flush()
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if waiting >= LET_GO_BYTES:  # the cache is for what is being read
+                drop_cache(file, path)
                 waiting = 0
-        if not is_remote(path):
-            file.flush()
-            os.fsync(file.fileno())
+        flush_to_disk(file, path)
 
 
 def _cast(block: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -22,9 +22,9 @@ from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import check_writable, on_disk, open_store
+from fsdp2kit.checkpoint.store import open_store
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
-from fsdp2kit.files.remote import to_path
+from fsdp2kit.files.remote import check_writable, on_disk, to_path
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import exported
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone

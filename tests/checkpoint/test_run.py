@@ -22,9 +22,10 @@ from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig, dump_toml
-from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig, RunConfig
+from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
+from fsdp2kit.config.sections.distill import DistillConfig
+from fsdp2kit.config.sections.dpo import AnyDPO, PlainDPOConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress

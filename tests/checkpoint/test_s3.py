@@ -21,8 +21,7 @@ from upath import UPath
 
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.store import on_disk
-from fsdp2kit.files.remote import to_path
+from fsdp2kit.files.remote import on_disk, to_path
 from tests.checkpoint import jobs
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
 from tests.checkpoint.test_convert import tool

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit.checkpoint import space
 from fsdp2kit.checkpoint.space import check_room, storage_failure
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import TrainConfig, TrainingConfig
@@ -40,7 +39,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     def check(
         free: int, *, make_room: Callable[[], object] = lambda: None, out: Path = tmp_path / "hf", **settings: Any
     ) -> list[str]:
-        monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         store = CheckpointStore(tmp_path / "checkpoints")
         store.root.mkdir(exist_ok=True)
         model = jobs.tiny_llama(hidden=256)
@@ -103,7 +102,7 @@ def test_a_bug_is_no_failure_of_a_disk(tmp_path: Path, error: OSError, is_one: b
 
 def test_what_is_being_deleted_is_waited_for(room: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def delete() -> None:
-        monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
 
     assert room(0, make_room=delete) == []
 
@@ -120,7 +119,7 @@ def test_a_start_frees_what_a_killed_save_left(tmp_path: Path) -> None:
 
 
 def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     model = jobs.tiny_llama()
     checkpoints = jobs.checkpoints_of(tmp_path, model, dir=str(tmp_path / "elsewhere"))
     checkpoints.config = config_of(dir=str(tmp_path / "elsewhere"))
@@ -134,7 +133,7 @@ def test_a_run_over_its_epochs_is_not_refused(tmp_path: Path, monkeypatch: pytes
     """It is started again only to export, and only its data know that it is over."""
     model = jobs.tiny_llama()
     jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(3))
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     checkpoints = jobs.checkpoints_of(tmp_path, model)
     checkpoints.config = config_of().model_copy(update={"train": TrainConfig(epochs=2)})
     checkpoints.total_steps = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.config.keys import NOT_SET, REQUIRED, Reference, read_keys
+from fsdp2kit.config.keys import NOT_SET, REQUIRED, KeyReference, read_keys
 from fsdp2kit.config.load import known_keys
 from fsdp2kit.files.local import bundled_folder
 from fsdp2kit.run import load_recipe
@@ -20,12 +20,12 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
+def reference() -> KeyReference:
     return read_keys(tool._schemas(None))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_keys_are_those_of_the_config_class(recipe: str, reference: Reference) -> None:
+def test_the_keys_are_those_of_the_config_class(recipe: str, reference: KeyReference) -> None:
     """`known_keys` reads the pydantic classes, and is what a TOML is checked against."""
     known = set(known_keys(load_recipe(bundled_folder("recipes") / f"{recipe}.py").Config))
     listed = {key.name for key in reference.keys if recipe in key.recipes}
@@ -38,7 +38,7 @@ def test_the_keys_are_those_of_the_config_class(recipe: str, reference: Referenc
         assert key.doc, key.name
 
 
-def test_defaults_are_what_a_config_without_that_key_has(reference: Reference) -> None:
+def test_defaults_are_what_a_config_without_that_key_has(reference: KeyReference) -> None:
     dump = load_recipe(bundled_folder("recipes") / "sft.py").Config(recipe="sft").model_dump(mode="json")
     compared = 0
     for key in reference.keys:
@@ -51,7 +51,7 @@ def test_defaults_are_what_a_config_without_that_key_has(reference: Reference) -
     assert compared > 90
 
 
-def test_a_key_of_one_variant_says_which(reference: Reference) -> None:
+def test_a_key_of_one_variant_says_which(reference: KeyReference) -> None:
     [momentum] = reference.find("optimizer.muon_momentum")
     assert momentum.variant == 'name = "muon"'
     [name] = reference.find("optimizer.name")
@@ -63,7 +63,7 @@ def test_a_key_of_one_variant_says_which(reference: Reference) -> None:
     assert [one.recipes for one in loss] == [("dpo",)]
 
 
-def test_names_with_numbers_and_names_of_the_users(reference: Reference) -> None:
+def test_names_with_numbers_and_names_of_the_users(reference: KeyReference) -> None:
     [weight] = reference.find("reward.0.weight")
     assert weight.name == "reward.N.weight"
     [function] = reference.find("reward.3.function")
@@ -91,7 +91,7 @@ def test_names_with_numbers_and_names_of_the_users(reference: Reference) -> None
         ("mixed precision", "fsdp.param_dtype"),
     ],
 )
-def test_a_search_puts_what_is_meant_first(words: str, name: str, reference: Reference) -> None:
+def test_a_search_puts_what_is_meant_first(words: str, name: str, reference: KeyReference) -> None:
     assert reference.search(words.split())[0].name == name
 
 
@@ -136,7 +136,7 @@ def test_what_is_not_found_is_one_line_with_near_names(capsys: pytest.CaptureFix
     assert run(capsys, "xyzzy")[0] == 2
 
 
-def test_json_holds_the_same(capsys: pytest.CaptureFixture[str], reference: Reference) -> None:
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str], reference: KeyReference) -> None:
     assert len(json.loads(run(capsys, "--json")[1])) == len(reference.keys)
     [found] = json.loads(run(capsys, "train.steps", "--json")[1])
     assert found["key"] == "train.steps"

@@ -10,7 +10,9 @@ import pytest
 
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.load import dump_toml, parse_override, read_toml
-from fsdp2kit.config.optimization import AdamWConfig, MuonConfig, PlainScheduleConfig, WSDScheduleConfig
+from fsdp2kit.config.schema import AdamWConfig
+from fsdp2kit.config.sections.lr_schedule import PlainScheduleConfig, WSDScheduleConfig
+from fsdp2kit.config.sections.optimizer import MuonConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.remote import to_path
 from fsdp2kit.run import find_recipe, find_toml

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fsdp2kit.config.data_schema import COLUMNS
+from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
 from fsdp2kit.data.column_checks import unread_columns
 from fsdp2kit.data.column_names import REFUSED

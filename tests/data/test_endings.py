@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.config.schema import DataConfig, ModelConfig
+from fsdp2kit.config.sections.data import PromptDataConfig
 from fsdp2kit.data import chat
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tables import cache_key

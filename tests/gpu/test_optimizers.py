@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.config.optimization import AdamWConfig
+from fsdp2kit.config.schema import AdamWConfig
 from fsdp2kit.optim.build import build_optimizer
 
 pytestmark = pytest.mark.gpu

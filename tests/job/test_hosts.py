@@ -15,7 +15,8 @@ from pydantic import Field
 
 from fsdp2kit.checkpoint.identity import check_alike
 from fsdp2kit.config.local_paths import input_paths, shared_directories
-from fsdp2kit.config.schema import InputPath, Section, TrainingConfig
+from fsdp2kit.config.schema import Section, TrainingConfig
+from fsdp2kit.config.section import InputPath
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed, hosts
 from fsdp2kit.job.distributed import agreement

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.config.rl_schema import WeightSyncConfig
+from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.job import launcher, stop
 from fsdp2kit.job.stop import Stopped, UnsavedStart
 from fsdp2kit.report.read import read_run

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit.config.schema import DistillConfig, TrainingConfig
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.sections.distill import DistillConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import LossHead

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2kit.config.rl_schema import GRPOConfig, RolloutConfig
+from fsdp2kit.config.sections.grpo import GRPOConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.objectives.policy import PolicyLoss, group_advantages, has_signal
 from fsdp2kit.objectives.reference import build_reference

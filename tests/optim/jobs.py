@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
+from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.config.sections.optimizer import OptimizerConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import gather_objects
 from fsdp2kit.optim.build import build_optimizer

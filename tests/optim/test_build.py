@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.trainer_pt_utils import get_parameter_names
 
-from fsdp2kit.config.optimization import AdamWConfig, LRScheduleConfig, MuonConfig, PlainScheduleConfig
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.schema import AdamWConfig, TrainingConfig
+from fsdp2kit.config.sections.lr_schedule import LRScheduleConfig, PlainScheduleConfig
+from fsdp2kit.config.sections.optimizer import MuonConfig
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 
 TOTAL, PEAK = 20, 0.125

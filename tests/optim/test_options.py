@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.optimization import OptimizerConfig, PlainScheduleConfig
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.sections.lr_schedule import PlainScheduleConfig
+from fsdp2kit.config.sections.optimizer import OptimizerConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.optim.build import block_size, build_lr_schedule, build_optimizer
 from fsdp2kit.optim.muon import hidden_matrices

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.config.optimization import AdamWConfig
-from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.config.schema import AdamWConfig, FSDPConfig, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2kit.config.schema import OptimizerConfig
+from fsdp2kit.config.sections.optimizer import OptimizerConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer

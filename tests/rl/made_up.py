@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp2kit.config.rl_schema import GRPOConfig
+from fsdp2kit.config.sections.grpo import GRPOConfig
 from fsdp2kit.rl.engines.engine import Conversation, Response
 from fsdp2kit.rl.packing import Rollout
 

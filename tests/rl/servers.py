@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
+from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.rl.checksums import checksum
 from fsdp2kit.rl.engines.engine import Bucket, Entry, Request, Response, VersionedWeights
 from fsdp2kit.rl.engines.server import RolloutServer

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.config.section import OverrideText
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError

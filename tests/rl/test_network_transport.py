@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
+from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import network_transport
 from fsdp2kit.rl.checksums import checksum, differing, is_chosen

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fsdp2kit.config.rl_schema import PromptDataConfig
+from fsdp2kit.config.sections.data import PromptDataConfig
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.rl.rewards.rewards import Rewards
 

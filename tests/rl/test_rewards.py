@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.engines.engine import Response

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.config.rl_schema import WeightSyncConfig
+from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.rl.engines.sglang_server import serialize
 from tests.rl.servers import WEIGHTS, SGLangStandIn, bucket, decode, engine_of, serving
 from tests.workers import FORKS

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.optimization import AnyMoE
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
+from fsdp2kit.config.sections.moe import AnyMoE
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job import distributed

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.schema import WandbConfig
-from fsdp2kit.config.wandb_login import check_wandb, has_login
+from fsdp2kit.config.sections.wandb import has_login
 from fsdp2kit.errors import UserError
 from fsdp2kit.train import wandb_run
 from fsdp2kit.train.wandb_run import WandbRun, start_wandb
@@ -31,6 +32,10 @@ def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
     return home
+
+
+def check(section: WandbConfig) -> None:
+    section.check(None, MeshSizes(1, 1, 1))
 
 
 def start(section: WandbConfig, run_dir: Path, **options: Any) -> tuple[WandbRun, list[str]]:
@@ -82,21 +87,21 @@ def test_unreadable_files_are_no_login(no_login: Path) -> None:
 
 def test_online_without_a_login_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"wandb\.mode: 'online', but there is no .* login; run `wandb login`"):
-        check_wandb(WandbConfig(mode="online"))
+        check(WandbConfig(mode="online"))
     for mode in ("auto", "offline", "disabled"):
-        check_wandb(WandbConfig(mode=mode))
+        check(WandbConfig(mode=mode))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    check_wandb(WandbConfig(mode="online"))
+    check(WandbConfig(mode="online"))
 
 
 def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import raises
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    check_wandb(WandbConfig())
-    check_wandb(WandbConfig(mode="disabled"))
+    check(WandbConfig())
+    check(WandbConfig(mode="disabled"))
     for mode in ("online", "offline"):
         with pytest.raises(UserError, match="does not import"):
-            check_wandb(WandbConfig(mode=mode))
+            check(WandbConfig(mode=mode))
     run, messages = start(WandbConfig(), tmp_path / "run")
     run.log({"step": 1, "loss": 1.0})
     run.close(ok=True)

@@ -59,7 +59,8 @@ def blockwise_attention(
         ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32,
         which counts the sinks.
     """
-    table, result = read_segments(segments), RunningAttention(query, scale=scale)
+    table = read_segments(segments)
+    result = RunningAttention(query, scale=scale)
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
         result.attend(key, value, [segment for segment in table if segment.step == step])
@@ -84,7 +85,9 @@ def blockwise_attention_backward(
     """Gradients of query, key and value, in their dtypes and tokens first in memory, as what comes before attention
     wants them; ``inputs`` are the fields of `BackwardInputs`. With sinks they are the same formulae, of the output and
     the log-sum-exp that count them."""
-    mine, table, way = BackwardInputs(*inputs), read_segments(segments), build_exchange(exchange, group)
+    mine = BackwardInputs(*inputs)
+    table = read_segments(segments)
+    way = build_exchange(exchange, group)
     total: Any = None  # of the query, added up in float32
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
@@ -180,7 +183,8 @@ def varlen_attention(
         raise ValueError(f"blockwise attention does not know {', '.join(beyond) or 'dropout'}")
     if segments is None:
         raise ValueError("its layer hands no keyword arguments on to it, so it does not know where documents begin")
-    head_width, width = query.shape[-1], value.shape[-1]
+    head_width = query.shape[-1]
+    width = value.shape[-1]
     widest = max(head_width, width)
     query, key, value = (_widened(tensor, widest) for tensor in (query, key, value))
     scale = head_width**-0.5 if scaling is None else scaling
@@ -234,7 +238,8 @@ def attend_with_share(
     query, key, value = mine
     if share.groups is None:
         # A group of query heads is cut by the border between two ranks: give every query head its own key.
-        key, value = key[:, list(share.key_of_query)], value[:, list(share.key_of_query)]
+        key = key[:, list(share.key_of_query)]
+        value = value[:, list(share.key_of_query)]
     # The positions of the rank's slice would mislead an implementation that finds documents by them.
     options.pop("position_ids", None)
     stand_in: Any = _LocalHeads(module, share)

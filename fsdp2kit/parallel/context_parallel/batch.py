@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 )
 
 from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
@@ -107,7 +108,8 @@ def _attention_inputs(
     if path.kernel == VARLEN:
         # With Ulysses each rank attends to whole sequences, with some of the heads.
         method = None if path.method == "ulysses" else path.method
-        starts, windows = document_starts(position_ids), layer_windows(config)
+        starts = document_starts(position_ids)
+        windows = layer_windows(config)
         plan = partial(plan_segments, method=method, rank=cp_rank, cp=cp)
         tables = {w: plan(starts, window=w) for w in {windows[kind] for kind in windows.keys() - {CHUNKED}}}
         if (chunk := windows.get(CHUNKED)) is None:
@@ -184,11 +186,12 @@ def _chunk_numbers(position_ids: Tensor, chunk: int) -> Tensor:
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """The attention kind of each layer, in transformers' words: ``full_attention``, ``sliding_attention``, …"""
-    layer_types = getattr(config, "layer_types", None)
+    layer_types = value_of(config, "layer_types")
     if layer_types:
         return list(layer_types)
     # Models without layer types (Mistral) use their window in every layer where it is set.
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    is_off = hasattr(config, "use_sliding_window") and not config.use_sliding_window
+    windowed = value_of(config, "sliding_window") is not None and not is_off
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
 
 
@@ -207,4 +210,4 @@ def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:
     config = config.get_text_config()
     limits = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
     kinds = sorted(set(layer_kinds(config)))
-    return {kind: getattr(config, limits[kind], None) if kind in limits else None for kind in kinds}
+    return {kind: value_of(config, limits[kind]) if kind in limits else None for kind in kinds}

@@ -69,19 +69,23 @@ class Borders:
 
     def _lay_out(self, history: int) -> tuple[Tensor, Tensor]:
         chunks = self._chunks(self.rank)
-        held, size = sum(map(len, chunks)), len(chunks[0])
+        held = sum(map(len, chunks))
+        size = len(chunks[0])
         tails = self.cp * len(chunks) * history if self.cp > 1 else 0  # of one row
         own = 1 + len(self.starts) * tails
         places: dict[int, int] = {}  # of a chunk's tail among those of its row
         if tails:
             for number, chunk in enumerate(chunk for rank in range(self.cp) for chunk in self._chunks(rank)):
                 places[chunk.start // size] = number * history
-        read, written, at = [], [], 0
+        read = []
+        written = []
+        at = 0
         for row, borders in enumerate(self.starts):
             offset = own + row * held
             for chunk in chunks:
                 for start, stop in itertools.pairwise(borders):
-                    first, last = max(start, chunk.start), min(stop, chunk.stop)
+                    first = max(start, chunk.start)
+                    last = min(stop, chunk.stop)
                     if first >= last:
                         continue
                     before = [0] * history
@@ -110,10 +114,12 @@ class Borders:
                 document = range(row * borders[-1] + start, row * borders[-1] + stop)
                 by_length.setdefault(-(-len(document) // _STEP), []).append(document)
         places = torch.empty(sum(borders[-1] for borders in self.starts), dtype=torch.int64)
-        indices, at = [], 0
+        indices = []
+        at = 0
         for _, documents in sorted(by_length.items()):
             longest = max(map(len, documents))
-            steps, index = torch.arange(longest), torch.empty((len(documents), longest), dtype=torch.int64)
+            steps = torch.arange(longest)
+            index = torch.empty((len(documents), longest), dtype=torch.int64)
             for number, document in enumerate(documents):
                 index[number] = document.start + steps.clamp(max=len(document) - 1)
                 places[document.start : document.stop] = at + steps[: len(document)]

@@ -49,7 +49,8 @@ def choose_path(
     if method in (None, "ulysses"):
         kernel, why = _local_kernel(config, model, traits, device_type=device_type, recurrent=recurrent)
     else:
-        kernel, why = VARLEN, f"as {method} needs"
+        kernel = VARLEN
+        why = f"as {method} needs"
     every_row = _masks_every_row(config, model, traits, method, kernel)
     path = AttentionPath(method, kernel, reason, why, every_row, recurrent_layers=recurrent)
     if method or kernel == VARLEN:
@@ -70,8 +71,10 @@ def _choose_method(
     if not heads:
         what = f"{cp}, but {type(model).__name__} has no attention heads, or not as many in every layer"
         raise UserError("mesh.cp", what, "set mesh.cp = 1")
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    seq_len, method, reason = config.data.seq_len, config.context_parallel.method, "as asked for"
+    kv_heads = value_of(text, "num_key_value_heads") or heads
+    seq_len = config.data.seq_len
+    method = config.context_parallel.method
+    reason = "as asked for"
     check_seq_len(seq_len, cp)
     blocks = _against_blocks(config.model.attention, seq_len, cp=cp)
     obstacles: dict[Method, Obstacle | None] = {
@@ -83,7 +86,8 @@ def _choose_method(
         method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=seq_len, pack=config.data.pack)
         suits = _suits(traits, pack=config.data.pack, recurrent=recurrent)
         if method != "ulysses" and not obstacles["ulysses"] and not suits:
-            method, reason = "ulysses", "auto: it leaves the model its own attention, which ours is not"
+            method = "ulysses"
+            reason = "auto: it leaves the model its own attention, which ours is not"
     if obstacle := obstacles[method]:
         possible = [f"context_parallel.method = {name!r}" for name, why in obstacles.items() if not why]
         what, todo = obstacle
@@ -130,7 +134,7 @@ def _local_kernel(
     """What computes attention over whole sequences, and why."""
     if (asked := config.model.attention) != "auto":
         unknown = [CHUNKED] * (CHUNKED in layer_kinds(model.config.get_text_config()))
-        if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
+        if any(isinstance(value_of(module, "sinks"), nn.Parameter) for module in model.modules()):
             unknown += ["attention sinks"] * (asked == "flash_attention_2")  # it would leave them out without a word
         if asked.startswith("flash") and unknown:
             what = f"knows no {' and no '.join(unknown)}"
@@ -141,14 +145,19 @@ def _local_kernel(
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
-    widths = {getattr(m, "qk_head_dim", None) or getattr(m, "head_dim", None) or 0 for m in model.modules()}
+    widths = {_head_width(module) for module in model.modules()}
     if device_type == "cuda" and (unknown := [str(width) for width in sorted(widths) if not takes_width(width)]):
         return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(unknown)}"
-    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    dropout = value_of(model.config.get_text_config(), "attention_dropout")
     unknown = unknown_kinds(model.config, recurrent=bool(find_recurrent(model)))
     if dropout or unknown or not _suits(traits, pack=config.data.pack, recurrent=recurrent):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
+
+
+def _head_width(module: nn.Module) -> int:
+    """The width of an attention module's query heads; 0 for other modules."""
+    return value_of(module, "qk_head_dim") or value_of(module, "head_dim") or 0
 
 
 def _masks_every_row(
@@ -172,14 +181,16 @@ def _suits(traits: Traits, *, pack: bool, recurrent: int) -> bool:
 def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, cp: int, pack: bool) -> None:
     """Refuse our attention for a model that needs its own, and a sliced sequence for one that needs the whole."""
     config = model.config.get_text_config()
-    where, todo = "model.attention", 'set model.attention = "eager"'
+    where = "model.attention"
+    todo = 'set model.attention = "eager"'
     if path.method:
-        where, todo = f"context_parallel.method {path.method!r}", "set mesh.cp = 1"
+        where = f"context_parallel.method {path.method!r}"
+        todo = "set mesh.cp = 1"
         if unknown := unknown_kinds(config, recurrent=path.recurrent_layers > 0):
             why = f" ({reason})" if (reason := try_recurrent(model, traits, cp=cp)) else ""
             kinds = ", ".join(sorted(unknown))
             raise UserError(where, f"the sequence would be cut for layers of kind {kinds}{why}", todo)
-    if path.kernel == VARLEN and getattr(config, "attention_dropout", 0.0):
+    if path.kernel == VARLEN and value_of(config, "attention_dropout"):
         raise UserError(where, "it has no attention dropout", "set model.config.attention_dropout = 0.0")
     if what := try_path(traits, path, cp=cp, pack=pack):
         raise UserError(where, f"{type(model).__name__}: {what}", _what_works(model, traits, path, cp, pack) or todo)
@@ -191,7 +202,7 @@ def _what_works(model: PreTrainedModel, traits: Traits, path: AttentionPath, cp:
         return None
     others = [AttentionPath("allgather", VARLEN, recurrent_layers=path.recurrent_layers)]
     if cp <= model.config.get_text_config().num_attention_heads:
-        own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        own = "sdpa" if model._supports_sdpa else "eager"
         others.insert(0, AttentionPath("ulysses", own, recurrent_layers=path.recurrent_layers))
     for other in others:
         if other.method != path.method and try_path(traits, other, cp=cp, pack=pack) is None:

@@ -100,7 +100,8 @@ class Ring(KeyExchange):
 
     def _pass_on(self, pair: Pair) -> Callable[[], Pair]:
         """Start sending to the next rank and receiving from the one before; the result waits for what arrives."""
-        cp, rank = self.group.size(), self.group.rank()
+        cp = self.group.size()
+        rank = self.group.rank()
         # Memory goes over the wire as it lies: both ends hold tensors of the same strides.
         received = (torch.empty_like(pair[0]), torch.empty_like(pair[1]))
         sends = [dist.P2POp(dist.isend, _flat(t), group=self.group, group_peer=(rank + 1) % cp) for t in pair]
@@ -151,7 +152,8 @@ def bytes_sent(
     """
     if method == "ulysses":
         shares = share_heads(heads, key_heads, cp)
-        mine, others = shares[rank], [share for number, share in enumerate(shares) if number != rank]
+        mine = shares[rank]
+        others = [share for number, share in enumerate(shares) if number != rank]
         there = sum(len(share.query) + 2 * len(share.key) for share in others) + (cp - 1) * len(mine.query)
         back = (cp - 1) * (len(mine.query) + 2 * len(mine.key)) + sum(len(share.query) for share in others)
         return tokens * width * item * there, tokens * width * item * back
@@ -192,7 +194,8 @@ def share_heads(num_heads: int, num_kv_heads: int, cp: int) -> tuple[HeadShare, 
         raise ValueError(f"{num_heads} query and {num_kv_heads} key/value heads cannot be dealt out over cp = {cp}")
     group = num_heads // num_kv_heads
     base, extra = divmod(num_heads, cp)
-    shares, start = [], 0
+    shares = []
+    start = 0
     for rank in range(cp):
         query = range(start, start + base + (rank < extra))
         key = range(query.start // group, (query.stop - 1) // group + 1)
@@ -246,7 +249,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         result = flat.new_empty(sum(receive))
         dist.all_to_all_single(result, flat.contiguous(), receive, send, group=group)
         return result

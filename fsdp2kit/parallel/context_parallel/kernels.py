@@ -56,7 +56,8 @@ class RunningAttention:
 
     def __init__(self, query: Tensor, *, scale: float) -> None:
         """For ``query`` ``[B, H, s, D]``, before any key."""
-        self.query, self.scale = query, scale
+        self.query = query
+        self.scale = scale
         self._found: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -94,20 +95,25 @@ class RunningAttention:
         forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
         out, lse = self.totals()
         for tile in _tiles(segments, is_fused=forward is not plain_attention):
-            q, k, v = tile.queries_of(self.query), tile.keys_of(key), tile.keys_of(value)
+            q = tile.queries_of(self.query)
+            k = tile.keys_of(key)
+            v = tile.keys_of(value)
             part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=self.scale)
             merge(tile.queries_of(out), tile.queries_of(lse), *part)
 
     def _attend_varlen(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
         """All segments with the same diagonals in one kernel call, on CUDA."""
         for call in _varlen_calls(tuple(segments), self.query.shape, key.shape, key.device):
-            q, k, v = call.queries_of(self.query), call.keys_of(key), call.keys_of(value)
+            q = call.queries_of(self.query)
+            k = call.keys_of(key)
+            v = call.keys_of(value)
             part = cuda_flash_attention(q, k, v, call.bounds, scale=self.scale)
             if call.queries is None and self._found is None:
                 self._found = _heads_first(part[0], self.query), _heads_first(part[1], self.query)
                 continue
             total_out, total_lse = self.totals()
-            out, lse = call.queries_of(total_out), call.queries_of(total_lse)
+            out = call.queries_of(total_out)
+            lse = call.queries_of(total_lse)
             merge(out, lse, *part)
             if call.queries is not None:  # then these are copies
                 _tokens(total_out).index_copy_(0, call.queries, out)
@@ -169,7 +175,9 @@ def _begun(totals: Totals, inputs: BackwardInputs) -> Gradients:
 
 def _inputs_of(part: Segment | _VarlenCall, inputs: BackwardInputs) -> BackwardInputs:
     """What one kernel call is given of a block's inputs."""
-    (grad_out, query, key, value, out, lse), q, k = inputs, part.queries_of, part.keys_of
+    grad_out, query, key, value, out, lse = inputs
+    q = part.queries_of
+    k = part.keys_of
     return BackwardInputs(q(grad_out), q(query), k(key), k(value), q(out), q(lse))
 
 
@@ -199,14 +207,16 @@ def _masked_tiles(s: Segment) -> Iterator[Segment]:
     shift = s.k_stop - s.q_stop  # from a query's index to that of the key on its diagonal
     for start in range(s.q_start, s.q_stop, TILE):
         stop = min(start + TILE, s.q_stop)
-        first, last = s.k_start, s.k_stop
+        first = s.k_start
+        last = s.k_stop
         if s.left >= 0:
             first = max(first, start + shift - s.left)
         if s.right >= 0:
             last = min(last, stop + shift + s.right)
         # Bounds count from the corner where queries and keys end, and both ends have moved.
         moved = (last - stop) - shift
-        left, right = (-1 if s.left < 0 else s.left + moved), (-1 if s.right < 0 else s.right - moved)
+        left = -1 if s.left < 0 else s.left + moved
+        right = -1 if s.right < 0 else s.right - moved
         yield Segment(s.step, s.row, start, stop, first, last, left, right)
 
 
@@ -214,7 +224,8 @@ def _mask(tile: Segment, query: Tensor) -> Tensor | None:
     """``[n, m]`` of 0 and −inf in the query's dtype, or None for a tile that needs none."""
     if tile.is_full or tile.is_causal_square:
         return None
-    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    queries = tile.q_stop - tile.q_start
+    keys = tile.k_stop - tile.k_start
     # How far each key lies past its query's diagonal.
     past = torch.arange(keys, device=query.device) - torch.arange(queries, device=query.device)[:, None]
     past -= keys - queries
@@ -325,7 +336,8 @@ def _varlen_calls(
 
     Every layer asks the same of one micro-batch, so the last answers are kept, on the device.
     """
-    (rows, _, q_length, _), k_length = query, key[2]
+    rows, _, q_length, _ = query
+    k_length = key[2]
     groups: list[list[Segment]] = []
     for segment in segments:
         if segment.left < 0 and segment.q_stop - segment.q_start == 1:

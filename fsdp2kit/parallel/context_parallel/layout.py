@@ -90,7 +90,7 @@ def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim:
 
 def gather_chunks(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """``[cp·s, …]`` of every rank's ``[s, …]``, rank after rank. Differentiable, as `gather_sequence`."""
-    gathered: Tensor = _Gather.apply(tensor, group)
+    gathered: Tensor = _AllGather.apply(tensor, group)
     return gathered
 
 
@@ -121,7 +121,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """All-gather along the first dimension; its transpose is `reduce_scatter`."""
 
     @staticmethod

@@ -70,7 +70,8 @@ class Scan:
         return False
 
 
-_FLA, _MAMBA = "fla.ops.gated_delta_rule", "mamba_ssm.ops.triton.ssd_combined"
+_FLA = "fla.ops.gated_delta_rule"
+_MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 SCANS = {
     "torch_chunk_gated_delta_rule": Scan(
         ("value", "g", "beta"), ("query", "key"), (), _FLA, "chunk_gated_delta_rule", "cu_seqlens"

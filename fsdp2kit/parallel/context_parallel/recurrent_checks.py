@@ -60,7 +60,8 @@ def try_recurrent(model: PreTrainedModel, traits: Traits, *, cp: int = 1) -> str
 @torch.no_grad()
 def _find_leak(twin: PreTrainedModel, *, cp: int) -> str | None:
     """Compare packed documents with each alone, scanned with a share of the heads at a time; then change one."""
-    ids, positions = torch.arange(2, 34)[None], torch.cat([torch.arange(n) for n in (11, 13, 8)])[None]
+    ids = torch.arange(2, 34)[None]
+    positions = torch.cat([torch.arange(n) for n in (11, 13, 8)])[None]
     other = torch.where((positions == 0).cumsum(1) == 2, ids + 1, ids)
     path = AttentionPath(None, "eager", recurrent_layers=1)
     extra = attention_inputs(positions, twin.config, path=path, cp_rank=0, cp=1, device=ids.device)
@@ -97,7 +98,8 @@ def measure(module: nn.Module, model: PreTrainedModel, *, dtype: torch.dtype = t
     found: dict[str, int] = {}
 
     def convolve(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
-        found["kernel"], found["channels"] = weight.shape[-1], weight.shape[0] * hidden_states.element_size()
+        found["kernel"] = weight.shape[-1]
+        found["channels"] = weight.shape[0] * hidden_states.element_size()
         return hidden_states
 
     def scan(name: str, *args: Any, **kwargs: Any) -> Any:

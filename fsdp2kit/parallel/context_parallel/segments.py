@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of
 
-_MIN_LINES, _TOKENS_PER_LINE = 64, 16
+_MIN_LINES = 64
+_TOKENS_PER_LINE = 16
 """A table has one line per so many tokens, and at least so many lines."""
 
 
@@ -167,7 +168,8 @@ def _rectangles(
                 if seen:
                     q0, q1, k0, k1, left, right = seen
                     # from indices in the sequence to indices in what is held
-                    q_move, k_move = q_offset - q_chunk.start, k_offset - k_chunk.start
+                    q_move = q_offset - q_chunk.start
+                    k_move = k_offset - k_chunk.start
                     yield q0 + q_move, q1 + q_move, k0 + k_move, k1 + k_move, left, right
             k_offset += len(k_chunk)
         q_offset += len(q_chunk)
@@ -179,8 +181,10 @@ def _overlap(first: range, second: range) -> range:
 
 def _visible(queries: range, keys: range, window: int | None) -> tuple[int, int, int, int, int, int] | None:
     """The part of one document's queries and keys that meets, by indices in the sequence, with its bounds; or None."""
-    k0, k1 = keys.start, min(keys.stop, queries.stop)
-    q0, q1 = max(queries.start, k0), queries.stop
+    k0 = keys.start
+    k1 = min(keys.stop, queries.stop)
+    q0 = max(queries.start, k0)
+    q1 = queries.stop
     if window is not None:
         k0 = max(k0, q0 - window + 1)
         q1 = min(q1, k1 - 1 + window)

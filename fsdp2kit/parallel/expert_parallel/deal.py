@@ -49,7 +49,8 @@ def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
     """
     if sizes.ep == 1:
         return None
-    kind, modules = type(model).__name__, find_experts(model)
+    kind = type(model).__name__
+    modules = find_experts(model)
     if not modules:
         what = f"{sizes.ep}, but {kind} has no experts that transformers' interface for experts knows"
         raise UserError("mesh.ep", what, "use 1")

@@ -67,7 +67,8 @@ def routed_experts(
         ``[T, H]``; and for backward the vectors received ``[R, H]``, their projections ``[R, P]``, both sorted by
         expert, and how many tokens each rank sends to each expert, ``[ranks, E]`` on the host.
     """
-    found, routing = _KINDS[kind], plan_exchange(index, num_experts=num_experts, group=group)
+    found = _KINDS[kind]
+    routing = plan_exchange(index, num_experts=num_experts, group=group)
     up, up_bias, down, down_bias = _unpack(parameters, found)
     received = routing.to_experts(hidden[routing.order // index.shape[1]])
     projected = grouped_product(received, up, routing, transposed=found.is_transposed, bias=up_bias)
@@ -96,7 +97,8 @@ def routed_experts_backward(
         saved: received, projected and counts of `routed_experts`.
         wanted: for each of ``parameters``, whether it is trained.
     """
-    found, (received, projected, counts) = _KINDS[kind], saved
+    found = _KINDS[kind]
+    received, projected, counts = saved
     routing = plan_exchange(index, num_experts=num_experts, group=group, counts=counts)
     up, _, down, down_bias = _unpack(parameters, found)
     grad = routing.to_experts(grad_out[routing.order // index.shape[1]])

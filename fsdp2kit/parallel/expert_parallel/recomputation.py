@@ -55,7 +55,8 @@ class _Routers(TorchFunctionMode):
 
     def __init__(self, chosen: list[Tensor], most: int) -> None:
         super().__init__()
-        self._chosen, self._most = chosen, most
+        self._chosen = chosen
+        self._most = most
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}

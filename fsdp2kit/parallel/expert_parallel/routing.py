@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.optimization import MoEConfig
+from fsdp2kit.config.sections.moe import MoEConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.inspect import Traits
+from fsdp2kit.model.inspect import Traits, value_of
 from fsdp2kit.weights.experts import find_experts
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's name, which all such models use
@@ -93,7 +93,8 @@ class RoutingHooks:
         Raises:
             RunFailure: there was no such pass of all layers, or more than one.
         """
-        self._is_token, self._routed = is_token, Routed()
+        self._is_token = is_token
+        self._routed = Routed()
         try:
             yield self._routed
             if self._routed.counts.keys() != self.experts.keys():
@@ -130,8 +131,9 @@ def _put(found: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 def _find_routers(model: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
     """The modules whose logits transformers records as ``router_logits``, and where in their output these are."""
-    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    kind, within = getattr(recorder, "target_class", None), getattr(recorder, "layer_name", None) or ""
+    recorder = (model._can_record_outputs or {}).get("router_logits")
+    kind = value_of(recorder, "target_class")
+    within = value_of(recorder, "layer_name") or ""
     if kind is None:
         return {}
     modules = {name: module for name, module in model.named_modules() if isinstance(module, kind) and within in name}
@@ -157,7 +159,9 @@ def check_balance(section: MoEConfig, model: PreTrainedModel, traits: Traits) ->
         UserError: it has no experts; for "aux", transformers has no such loss for it, or another; for "bias", it has
             no biases that do nothing but choose experts.
     """
-    where, kind, experts = "moe.balance", type(model).__name__, find_experts(model)
+    where = "moe.balance"
+    kind = type(model).__name__
+    experts = find_experts(model)
     if section.balance == "none":
         return
     if not experts:

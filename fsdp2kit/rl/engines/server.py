@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
+from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.job import stop

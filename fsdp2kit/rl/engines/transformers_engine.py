@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part

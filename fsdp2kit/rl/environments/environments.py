@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.rewards.reward_worker import shortened
 from fsdp2kit.rl.user_code import IMPORT_SECONDS, UserProcess, comes_in_time

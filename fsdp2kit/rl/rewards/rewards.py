@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import RewardConfig, RLConfig
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.sections.reward import RewardConfig
 from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import Content

@@ -1,30 +1,14 @@
-"""The TOML's sections about the mesh, and how the model is sharded over it, recomputed and compiled."""
+"""[fsdp]: how parameters are sharded, in which precision, and where they are stored."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.section import Section, TrainingDType
-from fsdp2kit.errors import UserError, check_installed
-
-Size = Annotated[int, Field(ge=1)] | Literal["auto"]
-
-
-class MeshConfig(Section):
-    """The device mesh: dp_replicate × dp_shard × cp = world size. One size may be left to "auto"."""
-
-    dp_replicate: Size = "auto"
-    """Replicas of the sharded model (hybrid sharding). "auto": 1, or the number of nodes under a hybrid strategy."""
-    dp_shard: Size = "auto"
-    """Data-parallel ranks over which one replica is sharded. "auto": the remaining ranks."""
-    cp: PositiveInt = 1
-    """Context-parallel ranks: each sequence is split over this many."""
-    ep: PositiveInt = 1
-    """Expert-parallel ranks: the experts of each layer are dealt out over this many neighbours among the dp_shard × cp
-    ranks, and tokens travel to them. It adds no ranks; docs/moe.md."""
+from fsdp2kit.errors import UserError
 
 
 class FSDPConfig(Section):
@@ -85,74 +69,11 @@ class FSDPConfig(Section):
         if self.unit != "size" and "min_params" in self.changed():
             what = f"{self.min_params} with fsdp.unit = {self.unit!r}, whose units do not go by size"
             raise UserError("fsdp.min_params", what, 'leave it out, or set fsdp.unit = "size"')
-        reshard, ranks = self.reshard_after_forward, sizes.dp_shard * sizes.cp // sizes.ep
+        reshard = self.reshard_after_forward
+        ranks = sizes.dp_shard * sizes.cp // sizes.ep
         if type(reshard) is int and reshard == 1:
             raise UserError("fsdp.reshard_after_forward", "1 rank would hold everything", "use false, which says so")
         if type(reshard) is int and ranks % reshard:
             of_experts = " of experts" if sizes.ep > 1 else ""
             what = f"{reshard} does not divide the shard size {ranks}{of_experts}"
             raise UserError("fsdp.reshard_after_forward", what, "use true, false, or a divisor of dp_shard × cp ÷ ep")
-
-
-class ContextParallelConfig(Section):
-    """How attention sees the whole sequence when `mesh.cp` > 1."""
-
-    method: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
-    """"ulysses": all-to-all between sequence shards and heads, around any attention implementation. "ring": keys and
-    values are sent round the ranks during the computation. "allgather": every rank gathers all keys and values.
-    "auto" picks one by heads, packing, sequence length and mesh, and says why at the start."""
-
-
-class ActivationCheckpointingConfig(Section):
-    """Which activations are recomputed in backward instead of kept."""
-
-    mode: Literal["none", "full", "selective"] = "none"
-    """"full": keep only each decoder layer's input and recompute the rest: about a third more computation.
-    "selective": keep the results of attention and of matmuls with weights, about half of all activations, and
-    recompute the others, which are cheap."""
-    every: PositiveInt = 1
-    """Checkpoint every n-th decoder layer."""
-    offload: bool = False
-    """mode = "full" only: keep the layers' inputs in pinned host memory. No effect on a CPU run."""
-
-    def check(self, config: Any, sizes: MeshSizes) -> None:
-        if self.offload and self.mode != "full":
-            what = f"with mode = {self.mode!r}, which keeps more than the layers' inputs"
-            raise UserError("activation_checkpointing.offload", what, 'set activation_checkpointing.mode = "full"')
-        if self.every != 1 and self.mode == "none":
-            what = f"{self.every} with mode = 'none', which checkpoints no layer"
-            todo = 'leave it out, or set activation_checkpointing.mode = "full" or "selective"'
-            raise UserError("activation_checkpointing.every", what, todo)
-
-
-class CompileConfig(Section):
-    """torch.compile."""
-
-    enabled: bool = False
-    """Compile each decoder layer: the first step takes minutes, the others less time and memory. torch caches the
-    compiled code in TORCHINDUCTOR_CACHE_DIR."""
-
-
-class Float8Config(Section):
-    """Float8 matmuls (torchao's) in the linear layers of the decoder layers; docs/float8.md. Extra `lowbit`."""
-
-    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """"tensorwise": one scale per tensor, the fastest. "rowwise": one per row, more accurate. "rowwise_with_gw_hp":
-    rowwise, with weight gradients in `fsdp.param_dtype`; the only one whose results do not depend on the mesh."""
-    exclude: list[str] = []
-    """Name patterns of linear layers that are left out, e.g. `["*.down_proj", "model.layers.0.*"]`."""
-    emulate: bool = False
-    """Round to float8 and multiply in float32, on devices without float8 matmuls: for checking numerics; slower than
-    bfloat16. A CPU run always does this."""
-
-    def check(self, config: Any, sizes: MeshSizes) -> None:
-        if self.recipe == "none":
-            for name in self.changed():
-                what = f"is set, but float8.recipe is {self.recipe!r}"
-                raise UserError(f"float8.{name}", what, "set float8.recipe, or leave it out")
-            return
-        check_installed("torchao", where="float8.recipe")
-        for key, names in (("class_dtypes", config.fsdp.class_dtypes), ("unit_classes", config.fsdp.unit_classes)):
-            if "Linear" in names:
-                what = "names Linear, whose modules get another class with float8"
-                raise UserError(f"fsdp.{key}", what, "name the class of the module around them, or use float8.exclude")

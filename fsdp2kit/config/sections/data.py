@@ -1,51 +1,33 @@
-"""The TOML's sections about data: where rows are, what they contain, and how long they may be."""
+"""[data]: where rows are, what they contain, and how long they may be."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from fsdp2kit.config.data_formats import USED_BY, DataFormat, Overlong
+from fsdp2kit.config.facts import MeshSizes
+from fsdp2kit.config.path_contents import Contents, check_contents
 from fsdp2kit.config.section import FunctionPath, InputPath, Section
+from fsdp2kit.errors import UserError
 
-DataFormat = Literal[
-    "chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "rows", "synthetic"
-]
-Overlong = Literal["truncate", "drop", "split", "error"]
-
-_OPTIONS = ("system", "tools", "chat_template_kwargs")
-# The columns that each format reads.
-COLUMNS: dict[DataFormat, tuple[str, ...]] = {
-    "chat": ("messages", "conversations", "loss_mask", *_OPTIONS),
-    "prompt_completion": ("prompt", "completion", *_OPTIONS),
-    "alpaca": ("instruction", "input", "output", "history", *_OPTIONS),
-    "text": ("text",),
-    "tokens": ("input_ids", "labels", "loss_mask"),
-    "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
-    "prompts": ("messages", "conversations", "prompt", *_OPTIONS),
-    "rows": (),
-    "synthetic": (),
+_ROWS_HERE = "give rows here (JSONL, parquet, …)"
+_INSTEAD: dict[Contents, str] = {
+    "model": f"set model.path to it, and {_ROWS_HERE}",
+    "adapter": _ROWS_HERE,
+    "checkpoint": f"set model.weights to it, and {_ROWS_HERE}",
+    "run": _ROWS_HERE,
+    "weights": f"set model.path to its directory, and {_ROWS_HERE}",
+    "gguf": _ROWS_HERE,
 }
 
-_ROWS: tuple[DataFormat, ...] = tuple(one for one in COLUMNS if one != "synthetic")
-_TOKENISED: tuple[DataFormat, ...] = tuple(one for one in _ROWS if one not in ("prompts", "rows"))
-# The formats that use a key of ``[data]``, for keys that not every format uses. `COLUMNS` says it of columns.
-USED_BY: dict[str, tuple[DataFormat, ...]] = {
-    **dict.fromkeys(("path", "name", "split", "limit", "formatter"), _ROWS),
-    **dict.fromkeys(("sources", "temperature", "streaming", "workers"), _TOKENISED),
-    "overlong": _ROWS,
-    "wrap": ("prompt_completion", "preference"),
-    "train_on": tuple(one for one in _TOKENISED if one != "text"),
-    "prefetch": (*_TOKENISED, "synthetic"),
-}
-# Values that say what is done anyway in a format that does not use the key.
-IDLE: dict[tuple[str, DataFormat], Any] = {("train_on", "text"): "all"}
 
-# Formats of rows with answers that the chat template may render.
-RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
-# Formats of rows that the model answers itself: they have no documents before it does.
-ASKED: tuple[DataFormat, ...] = ("prompts", "rows")
+def check_rows(key: str, path: str | None) -> None:
+    """Refuse a path of rows where something else lies; None: the key is not given."""
+    check_contents(key, path, _INSTEAD)
 
 
 class ColumnsConfig(Section):
@@ -80,6 +62,10 @@ class ColumnsConfig(Section):
     """preference: the worse answer."""
     ignore: list[str] | None = None
     """Columns to pass over, where the format would read them, or refuse rows that have them."""
+
+    def named(self, column: str) -> str | None:
+        """What the TOML says that a column is called; None: it says nothing, or there is no key for that column."""
+        return getattr(self, column) if column in type(self).model_fields else None
 
 
 class DataPathConfig(Section):
@@ -204,12 +190,39 @@ class DataConfig(Section):
 
     def column(self, name: str) -> str:
         """The data's name for our column ``name``."""
-        return getattr(self.columns, name, None) or name
+        return self.columns.named(name) or name
 
     @property
     def configuration(self) -> str | None:
         """The configuration of the set that `path` names."""
         return self.name
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        check_rows("data.path", self.path)
+        for at, part in enumerate(self.sources):
+            check_rows(f"data.sources.{at}.path", part.path)
+
+    def check_sources(self) -> None:
+        """Refuse sources that contradict each other, or the keys of a single set beside them."""
+        parts = self.sources
+        if not parts:
+            return
+        if self.path is not None:
+            raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
+        for name, own in (("name", "config_name"), ("split", "split")):
+            if name in self.changed():
+                what = f"{getattr(self, name)!r} with data.sources, each of which has its own"
+                raise UserError(f"data.{name}", what, f"set {own} in the sources that need it")
+        with_weight = sum(part.weight is not None for part in parts)
+        with_epochs = sum(part.epochs is not None for part in parts)
+        if with_epochs and (with_weight or with_epochs < len(parts)):
+            what = f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight"
+            raise UserError("data.sources", what, "give all of them epochs, or none")
+        if 0 < with_weight < len(parts):
+            what = f"{with_weight} of {len(parts)} have a weight"
+            raise UserError("data.sources", what, "give all of them one, or none")
+        if twice := [name for name, count in Counter(self.source_names()).items() if count > 1]:
+            raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
 
 
 class ChatDataConfig(DataConfig):
@@ -249,3 +262,31 @@ class TextDataConfig(DataConfig):
     overlong: Overlong = "split"
     """A row longer than seq_len: split into pieces, truncate (counted; the end-of-text token stays the last one), drop
     (counted), or stop with an error."""
+
+
+class PromptDataConfig(DataConfig):
+    """The prompts. Columns that are not read here are handed to the reward functions."""
+
+    format: Literal["prompts", "rows"] = "prompts"
+    """Rows with `messages` (a last message of the assistant is dropped) or with a `prompt`: a text (a user's message
+    where the tokenizer has a chat template) or a list of messages. "rows", the default with `rollout.environment`:
+    whatever columns the environment reads."""
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Most tokens of a prompt and its response (with `rollout.environment`: of a conversation), and of a row of the
+    batch, which holds several of them."""
+    overlong: Literal["drop", "error"] = "error"
+    """A prompt that leaves no room for `rollout.max_new_tokens`: stop with an error, or drop it (counted)."""
+    pack: Literal[True] = True
+    """Always: rows hold several rollouts, balanced by tokens."""
+    sources: Annotated[list[Any], Field(max_length=0)] = []
+    """Not supported: give one file."""
+    streaming: Literal[False] = False
+    """Not supported: prompts are read whole."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        super().check(config, sizes)
+        if config.eval.sets:
+            raise UserError("eval.sets", "prompts are held out as one set", "use eval.path, or eval.split = 0.02")
+        if config.eval.prompts:
+            what = "held-out rewards have answers to their own prompts, in samples.jsonl"
+            raise UserError("eval.prompts", what, "leave it out")

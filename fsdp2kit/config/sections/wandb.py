@@ -1,4 +1,4 @@
-"""Whether ``wandb.mode`` can work here."""
+"""[wandb]: Weights & Biases, and whether its mode can work here."""
 
 from __future__ import annotations
 
@@ -7,27 +7,46 @@ import contextlib
 import netrc
 import os
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.config.facts import MeshSizes
+from fsdp2kit.config.section import Section
 from fsdp2kit.errors import UserError
 
 # W&B's host; newer clients use another name for it and still accept a netrc entry for this one.
 _CLOUD_HOST = "api.wandb.ai"
 
 
-def check_wandb(section: WandbConfig) -> None:
-    """Refuse a ``wandb.mode`` that cannot work, before the run starts. Nothing is started, sent or asked."""
-    if section.mode not in ("online", "offline"):
-        return
-    try:
-        import wandb  # noqa: F401
-    except Exception as error:  # a broken dependency of wandb raises anything
-        todo = "install wandb, or set wandb.mode = 'auto' or 'disabled'"
-        raise UserError("wandb.mode", f"{section.mode!r}, but wandb does not import ({error})", todo) from None
-    if section.mode == "online" and not has_login():
-        todo = "run `wandb login`, set WANDB_API_KEY, or set wandb.mode = 'auto' or 'offline'"
-        raise UserError("wandb.mode", "'online', but there is no Weights & Biases login", todo)
+class WandbConfig(Section):
+    """Weights & Biases. A key that is set here comes before wandb's environment variable for the same."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """"auto": WANDB_MODE; without it online if there is a login, else offline. The run says whether and where to it
+    is uploaded."""
+    entity: str | None = None
+    """User or team. Default: WANDB_ENTITY, else that of the login."""
+    project: str | None = None
+    """Project name. Default: WANDB_PROJECT, else "fsdp2kit"."""
+    name: str | None = None
+    """Run name. Default: WANDB_NAME, else the run directory's."""
+    group: str | None = None
+    """Group of runs. Default: WANDB_RUN_GROUP."""
+    tags: list[str] = []
+    """Tags of the run. Default: those of WANDB_TAGS."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        """Refuse a mode that cannot work. Nothing is started, sent or asked."""
+        if self.mode not in ("online", "offline"):
+            return
+        try:
+            import wandb  # noqa: F401
+        except Exception as error:  # a broken dependency of wandb raises anything
+            todo = "install wandb, or set wandb.mode = 'auto' or 'disabled'"
+            raise UserError("wandb.mode", f"{self.mode!r}, but wandb does not import ({error})", todo) from None
+        if self.mode == "online" and not has_login():
+            todo = "run `wandb login`, set WANDB_API_KEY, or set wandb.mode = 'auto' or 'offline'"
+            raise UserError("wandb.mode", "'online', but there is no Weights & Biases login", todo)
 
 
 def has_login() -> bool:
