@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2kit.data.fields import PLAIN, REASONING, is_text, without_thoughts
+from fsdp2kit.data.messages import Message, is_text, without_thoughts
+from fsdp2kit.data.names import PLAIN, REASONING
 
-Message = dict[str, Any]
 Path = tuple[str | int, ...]
 
 _TAG = re.compile(r"</?[\w|:.-]+>|\[/?[A-Z_]+\]|<\|[\w.-]+\|>|◁/?think▷")

@@ -13,37 +13,36 @@ import difflib
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.bounds import Unbounded, bounded, bounds
-from fsdp2kit.data.day import dated
-from fsdp2kit.data.fields import (
+from fsdp2kit.data.messages import (
     CLOSING,
-    FLAGS,
     OPENING,
-    PLAIN,
-    REASONING,
-    ROLES,
-    STANDARD_ROLES,
     Message,
     empty_thought,
-    is_named,
     is_text,
     shortened,
     thought_in,
-    without_flags,
     without_thoughts,
 )
-from fsdp2kit.data.rows import load_json
+from fsdp2kit.data.names import FLAGS, OPPOSITE, PLAIN, REASONING, ROLES, STANDARD_ROLES
+from fsdp2kit.data.rows import parsed
 from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
+from fsdp2kit.distributed import gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.events import began
+from fsdp2kit.model.tokenizer import facts_of, set_facts
 
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
 _SURE = 32  # letters of a text that does not stand in another one by chance
@@ -53,8 +52,9 @@ _TODO = "set model.chat_template to a template that renders it, or take it out o
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-# Unicode noncharacters, which text must not hold. `fsdp2kit.data.chat` checks that.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# Unicode noncharacters, which text must not hold. `fsdp2kit.data.rendered` checks that.
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 # The empty expression keeps Jinja's trim_blocks from removing a newline that opens the template.
 _MACRO = "{% macro fsdp2kit_span() %}{{ '" + OPEN + "' }}{{ caller() }}{{ '" + CLOSE + "' }}{% endmacro %}{{ '' }}"
 
@@ -86,38 +86,28 @@ class Template:
 
     def __init__(self, tokenizer: Tokenizer, *, tools: Any, variables: Mapping[str, Any], where: str) -> None:
         try:
-            self._source = dated(tokenizer.get_chat_template(tools=tools), tokenizer)
+            self.source = _dated(tokenizer.get_chat_template(tools=tools), tokenizer)
+            """The template itself."""
         except ValueError as error:
             what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
             others = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja") if file.stem != "chatml"))
             todo = f'set model.chat_template = "chatml", to another ready one ({others}) or to a Jinja file'
             todo += ", or use an instruction-tuned model's tokenizer"
             raise UserError("model.chat_template", what, todo) from None
-        self._marked = mark_answers(self._source)
-        self._tokens = tokenizer.special_tokens_map
-        self._variables, self._tools, self._where = variables, tools, where
-        self._context = {**self._tokens, **variables}
-        self._kind = (self._source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
-
-    @property
-    def has_markers(self) -> bool:
+        self._marked = mark_answers(self.source)
+        self.has_markers = self._marked is not None
         """Whether ``{% generation %}`` says where the assistant's text is."""
-        return self._marked is not None
-
-    @property
-    def source(self) -> str:
-        """The template itself."""
-        return self._source
-
-    @property
-    def inputs(self) -> tuple[Any, Mapping[str, Any]]:
-        """The row's tools and variables."""
-        return self._tools, self._variables
+        self._tokens = tokenizer.special_tokens_map
+        self._tools = tools
+        self._where = where
+        self._context = {**self._tokens, **variables}
+        # What answers are remembered for: all that a row adds to the template, but for its messages.
+        self._key = (self.source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
 
     def with_inputs(self, tools: Any, variables: Mapping[str, Any]) -> Template:
         """The template with other tools and variables."""
         other = copy.copy(self)
-        other._tools, other._variables = tools, variables
+        other._tools = tools
         other._context = {**self._tokens, **variables}
         return other
 
@@ -135,7 +125,7 @@ class Template:
                 texts, _ = render_jinja_template(
                     [messages],
                     tools=self._tools if with_tools else None,
-                    chat_template=bounded(self._marked if marked else self._source),  # type: ignore (Jinja takes it)
+                    chat_template=bounded(self._marked if marked else self.source),  # type: ignore (Jinja takes it)
                     add_generation_prompt=prompt,
                     **self._context,
                 )
@@ -181,7 +171,10 @@ class Template:
 
     def without_flags(self, message: Message) -> Message:
         """A message without what says whether it is learnt, unless the template reads it."""
-        return without_flags(message, self._source)
+        if message.keys() <= PLAIN:
+            return message
+        names = [key for key in message if (key in FLAGS or key == OPPOSITE) and not _is_named(key, self.source)]
+        return {key: value for key, value in message.items() if key not in names}
 
     def settle(
         self, messages: list[Message], learnt: Sequence[int], *, prompt: bool = False
@@ -229,7 +222,7 @@ class Template:
         for at in learnt:
             content = messages[at].get("content")
             found = self._thought_in(messages, at, content) if isinstance(content, str) else None
-            lacks_field = (*self._kind, "no reasoning", "tool_calls" in messages[at])
+            lacks_field = (*self._key, "no reasoning", "tool_calls" in messages[at])
             if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
                 continue
             thought, rest = found
@@ -256,9 +249,11 @@ class Template:
 
         A text that cannot be tried, since the template refuses what is tried, counts as shown.
         """
-        probed, marks = messages, []
+        probed = messages
+        marks = []
         for number, one in enumerate(said):
-            text, its = one.text, []
+            text = one.text
+            its = []
             for place, (start, end) in reversed(list(enumerate(one.runs()))):
                 ends = [f"{_PROBE}{number}x{place}{side}" for side in "ab"]
                 text = f"{text[:start]}{ends[0]} {text[start:end]} {ends[1]}{text[end:]}"
@@ -300,7 +295,7 @@ class Template:
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") or "unknown"
-            if kind != "text" and not is_named(str(kind), self._source):
+            if kind != "text" and not _is_named(str(kind), self.source):
                 what = f"messages[{at}].content[{number}] is of type {kind}, which neither this nor the template reads"
                 raise UserError(self._where, what, 'make it a part of type "text", or drop it')
 
@@ -322,16 +317,17 @@ class Template:
 
     def _choose(
         self,
-        kind: tuple[Any, ...],
+        question: tuple[Any, ...],
         what: str,
         probes: Iterable[tuple[Any, list[Message]]],
         is_whole: Callable[[str], bool],
         *,
         at: int = -1,
     ) -> Any:
-        """The first option whose probe the template renders whole. Remembered for each kind of field.
+        """The first option whose probe the template renders whole. Remembered for each question.
 
         Args:
+            question: what is asked of the template, of which field.
             what: names the field in the error that the template leaves it out.
             probes: each option, with the messages that it stands for.
             is_whole: whether a text shows the whole probe.
@@ -341,7 +337,7 @@ class Template:
         Returns:
             None if the template rejects the row; rendering reports the error later.
         """
-        key = (*self._kind, *kind)
+        key = (*self._key, *question)
         if key in self._answers:
             return self._answers[key]
         rendered = False
@@ -373,9 +369,9 @@ class Template:
         if role in STANDARD_ROLES:
             return role
         # The template's own role is accepted. Another name of the assistant is not: the turn would not be learnt.
-        is_own = _is_quoted(role, self._source) and ROLES.get(role) != "assistant"
+        is_own = _is_quoted(role, self.source) and ROLES.get(role) != "assistant"
         if role == "function":  # OpenAI's former name of "tool"; templates name it as the type of a tool as well
-            return role if is_own and not _is_quoted("tool", self._source) else "tool"
+            return role if is_own and not _is_quoted("tool", self.source) else "tool"
         if is_own:
             return role
         near = ROLES.get(role.strip().lower()) or next(
@@ -411,21 +407,24 @@ class Template:
         # model's calls.
         product = itertools.product(("as it is", None, ""), (False, True), (True, False))
         probes = ((form, _rewritten(probe, form)) for form in itertools.starmap(_CallForm, product))
-        kind, what = ("calls", several, bare, *sorted(blank)), f"messages[{with_calls[0]}].tool_calls"
-        form = self._choose(kind, what, probes, is_whole, at=with_calls[-1])
+        question = ("calls", several, bare, *sorted(blank))
+        what = f"messages[{with_calls[0]}].tool_calls"
+        form = self._choose(question, what, probes, is_whole, at=with_calls[-1])
         return messages if form is None or {form} == forms else _rewritten(messages, form, self._where)
 
     def _fit_reasoning(self, messages: list[Message], at: int, name: str) -> list[Message]:
         names = dict.fromkeys((name, *REASONING))
         probes = ((other, _replaced(messages, at, {name: None, other: _PROBE})) for other in names)
-        kind, what = ("reasoning", name, "tool_calls" in messages[at]), f"messages[{at}].{name}"
-        chosen = self._choose(kind, what, probes, lambda text: _PROBE in text, at=at)
+        question = ("reasoning", name, "tool_calls" in messages[at])
+        what = f"messages[{at}].{name}"
+        chosen = self._choose(question, what, probes, lambda text: _PROBE in text, at=at)
         if chosen in (None, name):
             return messages
         return _replaced(messages, at, {name: None, chosen: messages[at][name]})
 
     def _fit_content(self, messages: list[Message], at: int) -> list[Message]:
-        message, content = messages[at], messages[at]["content"]
+        message = messages[at]
+        content = message["content"]
         parts = isinstance(content, list)
         if isinstance(content, str) and not content.strip():
             return messages
@@ -449,8 +448,14 @@ class Template:
         return _replaced(messages, at, {"content": joined}) if form == "joined" and joined is not None else messages
 
 
-def _is_quoted(role: str, source: str) -> bool:
-    return f"'{role}'" in source or f'"{role}"' in source
+def _is_quoted(name: str, source: str) -> bool:
+    """Whether a template's source has a name in quotes."""
+    return f"'{name}'" in source or f'"{name}"' in source
+
+
+def _is_named(field: str, source: str) -> bool:
+    """Whether a template's source has a field's name as Jinja writes it: ``.name`` or ``'name'``."""
+    return _is_quoted(field, source) or re.search(rf"\.{re.escape(field)}\b", source) is not None
 
 
 def _replaced(messages: list[Message], at: int, fields: Mapping[str, Any]) -> list[Message]:
@@ -513,18 +518,6 @@ def _probe_calls(messages: list[Message]) -> tuple[list[Message], list[str]]:
     return probed, values
 
 
-def parsed(value: Any, where: str, name: str) -> Any:
-    """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return load_json(value, where, name)
-    except json.JSONDecodeError as error:
-        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
-        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
-        raise UserError(where, what, todo) from None
-
-
 @lru_cache(maxsize=16)
 def mark_answers(template: str) -> str | None:
     """The template with `OPEN` and `CLOSE` around what its ``{% generation %}`` markers enclose; None without them.
@@ -535,3 +528,57 @@ def mark_answers(template: str) -> str | None:
         return None
     template = _END_GENERATION.sub(r"{%\1 endcall \2%}", template)
     return _MACRO + _GENERATION.sub(r"{%\1 call fsdp2kit_span() \2%}", template)
+
+
+def variables_of(tokenizer: Tokenizer) -> frozenset[str]:
+    """The variables that a chat template reads beside messages, tools and special tokens, and does not set itself."""
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError:  # several templates without a default, or none
+        return frozenset()
+    return _variables_in(source).difference(tokenizer.special_tokens_map)
+
+
+@lru_cache(maxsize=16)
+def _variables_in(source: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
+    except TemplateSyntaxError:  # rendering reports it
+        return frozenset()
+    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
+
+
+# The day that chat templates write: that on which the run first began, on every rank and after every resume. Templates
+# of Llama 3.2, gpt-oss, SmolLM3 and others ask for today's date. Ranks would differ around midnight, and a run that is
+# resumed on another day would have other tokens than its checkpoint.
+_DAY_FUNCTION = "strftime_now"  # transformers' name of it
+_DAY_CALL = re.compile(_DAY_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def settle_day(tokenizer: Tokenizer | None, run_dir: Path) -> None:
+    """Give a tokenizer the day on which the run first began, if its template writes one. Collective."""
+    if tokenizer is not None and writes_date(tokenizer):
+        seconds = gather_objects(began(run_dir) or time.time())[0]
+        set_facts(tokenizer, day=datetime.fromtimestamp(seconds).date())
+
+
+def writes_date(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template asks for the date."""
+    return _DAY_FUNCTION in str(tokenizer.chat_template)
+
+
+def day_of(tokenizer: Tokenizer) -> date:
+    """The day that the chat template writes: `settle_day`'s, else today."""
+    return facts_of(tokenizer).day or datetime.now().date()
+
+
+def _dated(source: str, tokenizer: Tokenizer) -> str:
+    """A template with the day in place of its calls for the date; at midnight, so that no text depends on the hour.
+
+    A function cannot be handed to the template: transformers makes texts of its variables.
+    """
+    if _DAY_FUNCTION not in source:
+        return source
+    midnight = datetime.combine(day_of(tokenizer), datetime.min.time())
+    return _DAY_CALL.sub(lambda call: json.dumps(midnight.strftime(call[2])), source)

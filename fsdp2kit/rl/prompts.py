@@ -19,13 +19,13 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
-from fsdp2kit.data.day import settle_day
+from fsdp2kit.data.conversation import content_key
 from fsdp2kit.data.findings import Findings
-from fsdp2kit.data.formats import content_key
 from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader, first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
+from fsdp2kit.data.template import settle_day
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
