@@ -105,9 +105,10 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.config.schema import WandbConfig as WandbConfig
     from fsdp2kit.console import say as say
     from fsdp2kit.data.build import build_data as build_data
-    from fsdp2kit.distributed import start as start
     from fsdp2kit.errors import UserError as UserError
-    from fsdp2kit.job import start_job as start_job
+    from fsdp2kit.job.distributed import start as start
+    from fsdp2kit.job.mesh import build_mesh as build_mesh
+    from fsdp2kit.job.start import start_job as start_job
     from fsdp2kit.model.build import build_model as build_model
     from fsdp2kit.model.tokenizer import build_tokenizer as build_tokenizer
     from fsdp2kit.model.weights import initialize as initialize
@@ -115,7 +116,6 @@ if TYPE_CHECKING:  # for editors, type checkers and tools/api.py; `__getattr__` 
     from fsdp2kit.optim.build import build_lr_schedule as build_lr_schedule
     from fsdp2kit.optim.build import build_optimizer as build_optimizer
     from fsdp2kit.parallel.context_parallel.batch import build_slice_batch as build_slice_batch
-    from fsdp2kit.parallel.mesh import build_mesh as build_mesh
     from fsdp2kit.parallel.parallelize import parallelize_model as parallelize_model
     from fsdp2kit.parallel.plan import plan_parallel as plan_parallel
     from fsdp2kit.planner.estimate import plan_memory as plan_memory
@@ -141,9 +141,9 @@ _HOMES = {
     "run": "run",
     "Finished": "run",
     "UserError": "errors",
-    "start_job": "job",
-    "start": "distributed",
-    "build_mesh": "parallel.mesh",
+    "start_job": "job.start",
+    "start": "job.distributed",
+    "build_mesh": "job.mesh",
     "build_tokenizer": "model.tokenizer",
     "build_model": "model.build",
     "plan_parallel": "parallel.plan",

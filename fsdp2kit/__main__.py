@@ -12,9 +12,10 @@ import runpy
 import sys
 from pathlib import Path
 
-from fsdp2kit import __version__, stop, tools
+from fsdp2kit import __version__, tools
 from fsdp2kit.console import begin_output, show
 from fsdp2kit.errors import nearest
+from fsdp2kit.job import stop
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [--nproc N] [section.key=value ...]",

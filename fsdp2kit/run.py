@@ -9,7 +9,7 @@ From Python the module itself is called: ``fsdp2kit.run(config)`` is `run`, belo
 
 from __future__ import annotations
 
-from fsdp2kit import stop
+from fsdp2kit.job import stop
 
 if __name__ == "__main__":
     stop.listen_from_the_start()  # it takes seconds to import torch
@@ -30,19 +30,18 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import PydanticUndefinedAnnotation
 
-from fsdp2kit import distributed, failures
-from fsdp2kit.command_line import positive
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config import load_config as validate
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
-from fsdp2kit.console import begin_output, counted, show
+from fsdp2kit.console import begin_output, counted, positive, show
 from fsdp2kit.errors import KnownFailure, UserError, nearest
-from fsdp2kit.files import bundled_folder as bundled_folder
-from fsdp2kit.files import load_json, read_regular
-from fsdp2kit.profile_request import noting_sigusr2
-from fsdp2kit.stop import Stopped
-from fsdp2kit.tracebacks import write_traceback
+from fsdp2kit.files.local import bundled_folder as bundled_folder
+from fsdp2kit.files.local import load_json, read_regular
+from fsdp2kit.job import distributed, lost_ranks
+from fsdp2kit.job.profile_request import noting_sigusr2
+from fsdp2kit.job.stop import Stopped
+from fsdp2kit.job.tracebacks import write_traceback
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,13 @@ def run(config: TrainingConfig) -> Finished:
         raise  # every rank has it
     except KnownFailure as failure:
         if failure.alone:
-            failures.announce(failure)
+            lost_ranks.announce(failure)
         raise
     except Exception as failure:
         if distributed.is_lost_rank(failure):
-            failures.end_lost(failure)
+            lost_ranks.end_lost(failure)
         write_traceback("".join(traceback.format_exception(failure)))
-        failures.announce(failure)
+        lost_ranks.announce(failure)
         raise
     finally:
         if is_ours:
@@ -148,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop.listen_no_more()  # an interrupted check is no check that passed
         return _check(options.toml, options.overrides, options.world_size)
     if options.nproc > 1:
-        from fsdp2kit.launcher import launch  # ranks need not import it
+        from fsdp2kit.job.launcher import launch  # ranks need not import it
 
         return launch(["-m", "fsdp2kit", "run", options.toml, *options.overrides], ranks=options.nproc)
     try:
@@ -166,12 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if distributed.is_main_process():
             show("interrupted", file=sys.stderr)
-        failures.stop()  # no other rank has lost this one
+        lost_ranks.stop()  # no other rank has lost this one
         return 130
     except Exception as failure:
         if distributed.is_lost_rank(failure):
-            failures.end_lost(failure)
-        return failures.end_failed(failure)
+            lost_ranks.end_lost(failure)
+        return lost_ranks.end_failed(failure)
     return 0
 
 
@@ -364,7 +363,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
         if hasattr(recipe, "check"):
             lines, unchecked = [str(sizes)], recipe.check(config)
         else:
-            from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
+            from fsdp2kit.planner.check import check_offline  # after the environment is set: it imports the hub client
 
             lines, unchecked = check_offline(config, sizes, local_world_size=local_world_size)
     except UserError as problem:

@@ -11,7 +11,7 @@ from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
-from fsdp2kit.job import start_job
+from fsdp2kit.job.start import start_job
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.distillation import build_distillation, build_teacher, describe_teacher_offline

@@ -10,7 +10,7 @@ from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
-from fsdp2kit.job import start_job
+from fsdp2kit.job.start import start_job
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.preference import build_preference

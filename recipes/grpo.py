@@ -10,7 +10,7 @@ from typing import Any
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import say
-from fsdp2kit.job import start_job
+from fsdp2kit.job.start import start_job
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.policy import build_policy_loss

@@ -9,7 +9,7 @@ from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
-from fsdp2kit.job import start_job
+from fsdp2kit.job.start import start_job
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import run
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import lock_run_dir
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.start import lock_run_dir
 from tests.reference import full
 from tests.workers import WorkerPool, start_ranks
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from fsdp2kit import distributed
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
@@ -32,7 +31,10 @@ from fsdp2kit.config.schema import (
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import lock_run_dir, start_job, write_record
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.start import lock_run_dir, start_job, write_record
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
@@ -45,9 +47,7 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import build_metrics
 from tests.workers import WorkerPool
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.checkpoint import checkpoints
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.data.build import build_data
-from fsdp2kit.distributed import rank
+from fsdp2kit.job.distributed import rank
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits
-from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
 from fsdp2kit.train import loop
 from tests.checkpoint.jobs import exported_step

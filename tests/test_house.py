@@ -21,65 +21,31 @@ FACE = PACKAGE / "__init__.py"  # names everything, and imports it when it is us
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
     "errors": 0,
-    "redaction": 0,
-    "command_line": 0,
     "files": 0,
-    "distributed": 0,
-    "torchrun": 0,
-    "torch_compat": 0,
-    "progress": 0,
-    "profile_request": 0,
     "console": 0,
-    "status": 0,
-    "stop": 0,
-    "launcher": 0,
-    "events": 0,
-    "tracebacks": 0,
-    "diagnosis": 0,
-    "failures": 0,
+    "torch_compat": 0,
     "config": 1,
-    "model": 2,
-    "hosts": 2,
-    "parallel": 3,
-    "data": 3,
-    "optim": 3,
-    "job": 4,
-    "planner": 4,
-    "checkpoint": 4,
-    "train": 5,
-    "objectives": 5,
-    "rl": 6,
-    "parity": 6,
-    "overlap": 6,
-    "report": 6,
-    "migrate": 6,
-    "check": 7,
-    "models_table": 7,
-    "bench": 7,
-    "starter": 7,
-    "recipes": 8,
-    "tools": 8,
-    "__main__": 9,
+    "job": 2,
+    "model": 3,
+    "parallel": 4,
+    "data": 4,
+    "optim": 4,
+    "checkpoint": 5,
+    "planner": 6,
+    "train": 7,
+    "objectives": 7,
+    "rl": 8,
+    "parity": 8,
+    "overlap": 8,
+    "report": 8,
+    "migrate": 8,
+    "bench": 9,
+    "starter": 9,
+    "recipes": 10,
+    "tools": 10,
+    "__main__": 11,
 }
-TOP_FILES = {
-    "errors",
-    "redaction",
-    "command_line",
-    "files",
-    "distributed",
-    "torchrun",
-    "torch_compat",
-    "progress",
-    "profile_request",
-    "console",
-    "status",
-    "stop",
-    "launcher",
-    "events",
-    "tracebacks",
-    "diagnosis",
-    "failures",
-}
+LOWEST = {"errors", "files", "console", "torch_compat"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
 
 
@@ -124,10 +90,10 @@ def test_imports_run_one_way() -> None:
             continue
         room = room_of(path)
         for other in imported_rooms(path):
-            if room is None:  # of what runs a recipe, `check` is imported only when it is asked for
-                is_right = path.name == "run.py" and (RANKS[other] <= RANKS["config"] or other == "check")
-            elif room in TOP_FILES:
-                is_right = other in TOP_FILES
+            if room is None:  # of what runs a recipe, `planner.check` is imported only when it is asked for
+                is_right = path.name == "run.py" and (RANKS[other] <= RANKS["job"] or other == "planner")
+            elif room in LOWEST:
+                is_right = other in LOWEST
             else:
                 is_right = other == room or RANKS[other] < RANKS[room]
             if not is_right:

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2kit import distributed
 from fsdp2kit.bench import scale
 from fsdp2kit.checkpoint.save_plan import SharedSavePlanner
-from fsdp2kit.distributed import World
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World
+from fsdp2kit.job.layout import node_names
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
-from fsdp2kit.parallel.layout import node_names
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.workers import forget_groups

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit import status
-from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import one_per_machine_first
 from tests.workers import WorkerPool
 
 

@@ -209,7 +209,7 @@ def _be_command(
     stderr: str,
     cwd: Path | None = None,
 ) -> None:
-    from fsdp2kit.distributed import end_process
+    from fsdp2kit.job.distributed import end_process
 
     os.environ.update(environment)
     if cwd is not None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2kit
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError, importing
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,10 +35,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from fsdp2kit.command_line import new_figure, positive, user_path, write_figure
-from fsdp2kit.console import begin_output, show
-from fsdp2kit.distributed import end_process, is_main_process, leave, stop
+from fsdp2kit.console import begin_output, new_figure, positive, show, user_path, write_figure
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import end_process, is_main_process, leave, stop
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fsdp2kit.command_line import in_one_line, new_figure, user_path, write_figure
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, new_figure, show, user_path, write_figure
 from fsdp2kit.errors import UserError, pip_install
 
 COLORS = {

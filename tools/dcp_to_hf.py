@@ -12,8 +12,7 @@ from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME
 from fsdp2kit.model.code_files import code_files

@@ -10,10 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.files import bundled_folder
+from fsdp2kit.files.local import bundled_folder
 
 
 @in_one_line

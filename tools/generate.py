@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, logging
 
-from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, positive, show, user_path
 from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.adapters import CONFIG_NAME

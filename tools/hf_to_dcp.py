@@ -12,8 +12,7 @@ import sys
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
-from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show, user_path
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 

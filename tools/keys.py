@@ -16,11 +16,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line
 from fsdp2kit.config.keys import Key, Reference, Schema, read_keys
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.files import bundled_folder
+from fsdp2kit.files.local import bundled_folder
 
 _MOST = 12  # keys that a search shows
 _DEEPEST = 3  # dots in the name of a key that is listed with its section: not those of eval.sets.NAME.columns

@@ -17,10 +17,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, positive, show, user_path
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.redaction import holds_secret
+from fsdp2kit.files.redaction import holds_secret
 
 FOLDER = Path(__file__).resolve().parent / "launch"
 _SUBMIT = {

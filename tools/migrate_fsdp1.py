@@ -14,8 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show, user_path
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.translate import translate
 

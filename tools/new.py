@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import counted, show
+from fsdp2kit.console import counted, in_one_line, positive, show, user_path
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.files import bundled_folder, replace_file
+from fsdp2kit.files.local import bundled_folder, replace_file
 
 
 @in_one_line
@@ -138,8 +137,8 @@ def _check(config: Any, *, world_size: int, local_world_size: int) -> list[str]:
     Raises:
         UserError: it would refuse the TOML.
     """
-    from fsdp2kit.check import check_offline
     from fsdp2kit.config.checks import check_config
+    from fsdp2kit.planner.check import check_offline
 
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
     lines, unchecked = check_offline(config, sizes, local_world_size=local_world_size)

@@ -9,8 +9,7 @@ import argparse
 import json
 import sys
 
-from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.console import rich_console, show
+from fsdp2kit.console import in_one_line, rich_console, show, user_path
 from fsdp2kit.errors import UserError, pip_install
 
 

@@ -26,8 +26,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from fsdp2kit.console import begin_output, rich_console, show
-from fsdp2kit.distributed import end_process
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import end_process
 from fsdp2kit.run import load_and_start, parse_with_overrides
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parse_with_overrides(parser, arguments)
 
-    from fsdp2kit import distributed
+    from fsdp2kit.job import distributed
     from fsdp2kit.parity.check import check_parity
 
     try:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.command_line import check_replaces_its_like, in_one_line, user_path
-from fsdp2kit.console import counted, rich_console, show
+from fsdp2kit.console import check_replaces_its_like, counted, in_one_line, rich_console, show, user_path
 from fsdp2kit.errors import UserError, pip_install
 
 _MOST = 2**20  # ranks, GiB

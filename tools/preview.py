@@ -24,12 +24,20 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.command_line import check_replaces_its_like, in_one_line, row_numbers, user_path
 from fsdp2kit.config.data_checks import check_data
-from fsdp2kit.console import counted, rich_console, show, visible
+from fsdp2kit.console import (
+    check_replaces_its_like,
+    counted,
+    in_one_line,
+    rich_console,
+    row_numbers,
+    show,
+    user_path,
+    visible,
+)
 from fsdp2kit.data.preview import Piece, Preview, Statistics, preview_data
 from fsdp2kit.errors import UserError
-from fsdp2kit.redaction import without_secrets
+from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.run import load, parse_with_overrides
 
 WIDTH = 110  # characters a line, where there is no terminal

@@ -11,8 +11,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show, user_path
 from fsdp2kit.errors import UserError, pip_install
 from fsdp2kit.report.page import build_page, write_page
 from fsdp2kit.report.picture import write_picture

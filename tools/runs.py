@@ -13,8 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.console import rich_console, show
+from fsdp2kit.console import in_one_line, positive, rich_console, show, user_path
 from fsdp2kit.report.runs import rows_of, table_of
 
 

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import bundled_folder, load_recipe
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit import distributed, run
+from fsdp2kit import run
 from fsdp2kit.bench.harness import speed, spread, take_turns
 from fsdp2kit.config.rl_schema import RewardConfig
-from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World, gather_objects
 
 _SLOW = """
 import time

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fsdp2kit.bench.harness import Side, Task, run_sides, task_rows
 from fsdp2kit.bench.sides import OurSide, bench_config, compare
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 
 

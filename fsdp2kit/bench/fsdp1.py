@@ -29,14 +29,14 @@ from fsdp2kit.bench.handwritten import PlainLoop
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.checks import HYBRID, MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World
+from fsdp2kit.job.mesh import Mesh, build_mesh
 from fsdp2kit.model.build import build_model, decoder_layers, materialize, tied_names
 from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import ignored_modules, reshards_after_forward
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
 
 def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:

@@ -15,8 +15,8 @@ import torch
 from fsdp2kit.bench.harness import Side, give_back_memory, missing_packages, speed, spread, timed
 from fsdp2kit.bench.sides import OurSide, bench_config, read_data, train_sides
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.distributed import World, local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World, local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
 from fsdp2kit.model.names import build_skeleton, nf4_weights

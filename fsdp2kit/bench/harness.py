@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fsdp2kit import distributed
 from fsdp2kit.console import show
-from fsdp2kit.distributed import World, gather_objects, is_main_process
-from fsdp2kit.job import describe_environment
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World, gather_objects, is_main_process
+from fsdp2kit.job.start import describe_environment
 
 
 def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options: Any) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ from transformers import (
 from fsdp2kit.bench.harness import Side
 from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.distributed import World, gather_objects, work_on_this_device
+from fsdp2kit.job.distributed import World, gather_objects, work_on_this_device
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config

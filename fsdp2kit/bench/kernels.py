@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.bench.harness import Task, run_sides, task_rows
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
 from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
-from fsdp2kit import distributed, run
+from fsdp2kit import run
 from fsdp2kit.bench.fsdp1 import FSDP1Loop, check_fsdp1
 from fsdp2kit.bench.handwritten import build_handwritten
 from fsdp2kit.bench.harness import Side, missing_packages
 from fsdp2kit.bench.sides import LoopSide, OurSide, bench_config, compare
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World
 
 _OTHERS = ("handwritten", "trl", "trl_without_ac", "trl_padded", "hf_trainer_padded", "hf_trainer_longest")
 PAIRS = {

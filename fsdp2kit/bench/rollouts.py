@@ -15,8 +15,8 @@ from transformers.generation import ContinuousBatchingConfig
 from fsdp2kit.bench.harness import Side, Task, run_sides, task_rows
 from fsdp2kit.bench.storage import llama_config
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import World
 from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 

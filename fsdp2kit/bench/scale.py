@@ -20,18 +20,17 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fsdp2kit import distributed
 from fsdp2kit.bench.harness import PeakMemory
 from fsdp2kit.bench.sides import bench_config
 from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.checkpoint.save_plan import BriefWriter, Kind, SharedSavePlanner, Written, kinds_of
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World
+from fsdp2kit.job.layout import Layout, node_names
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
-from fsdp2kit.parallel.layout import Layout, node_names
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
@@ -74,7 +73,7 @@ def bench_scale(
     """
     if world.size > 1:
         raise UserError("bench scale", f"started on {world.size} ranks", "start it without torchrun")
-    distributed.stop()
+    ranks.stop()
     rows = []
     for size in ranks:
         if size % min(shards, size) or min(shards, size) % cp:
@@ -83,7 +82,7 @@ def bench_scale(
         try:
             rows.append(_measured(_config(size, min(shards, size), cp, LLAMA_70B if model == "70b" else TINY), size))
         finally:
-            distributed.stop()
+            ranks.stop()
         notes = ["CPU seconds and memory of rank 0; parts: of tensors in a save; metadata: that file's size"]
         yield {"rows": list(rows), "notes": notes}
 

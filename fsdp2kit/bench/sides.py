@@ -20,10 +20,10 @@ from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.data.build import build_data
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.job.distributed import World, gather_objects
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import Sharded
 
 PAIR_BARS = {

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from fsdp2kit import distributed
 from fsdp2kit.bench.harness import (
     Task,
     give_back_memory,
@@ -38,12 +37,13 @@ from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, RunConfig
-from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import sync_tree
-from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.files.local import sync_tree
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World, gather_objects
+from fsdp2kit.job.mesh import build_mesh
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.progress import Progress
 
 
 def bench_load(

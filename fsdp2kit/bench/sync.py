@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2kit.bench.harness import PeakMemory, Task, run_sides, task_rows
 from fsdp2kit.bench.sides import bench_config
 from fsdp2kit.bench.storage import llama_config
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.job.distributed import World, gather_objects
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.rl.checksums import checksum, is_chosen
 from fsdp2kit.rl.engine import Bucket, VersionedWeights

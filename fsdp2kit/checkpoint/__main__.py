@@ -7,8 +7,7 @@ import sys
 
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import to_path
-from fsdp2kit.command_line import in_one_line
-from fsdp2kit.console import show
+from fsdp2kit.console import in_one_line, show
 
 
 @in_one_line

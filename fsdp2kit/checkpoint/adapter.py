@@ -17,7 +17,8 @@ from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
 from fsdp2kit.checkpoint.staging import RECORD
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
+from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
@@ -25,7 +26,6 @@ from fsdp2kit.model.expert_adapters import merge_experts
 from fsdp2kit.model.experts import UP, find_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
-from fsdp2kit.redaction import without_secrets
 
 
 def holds_adapter(config_dir: Path) -> bool:

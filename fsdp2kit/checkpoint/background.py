@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fsdp2kit.distributed import agreement, background_group, work_on_this_device
+from fsdp2kit.job.distributed import agreement, background_group, work_on_this_device
 from fsdp2kit.torch_compat import STAGER_WORKS_ONCE
 
 Tensors = dict[str, dict[str, Tensor]]

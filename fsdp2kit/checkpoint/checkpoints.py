@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from fsdp2kit import status
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
@@ -48,13 +47,14 @@ from fsdp2kit.checkpoint.state import (
 from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
-from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import Events
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
+from fsdp2kit.job.events import Events
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
-from fsdp2kit.progress import Progress
-from fsdp2kit.stop import Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import math
 import sys
 from typing import Any, get_args
 
-from fsdp2kit.command_line import user_path
 from fsdp2kit.config.paths import kind_of
 from fsdp2kit.config.schema import DType
+from fsdp2kit.console import user_path
 
 
 def parse_conversion(arguments: list[str] | None, *, prog: str, to_hf: bool | None = None) -> Any:

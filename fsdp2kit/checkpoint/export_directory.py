@@ -17,7 +17,7 @@ from typing import Any
 from fsdp2kit.checkpoint.staging import OLD, PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
+from fsdp2kit.files.local import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.assets import weights_digest
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit import distributed
 from fsdp2kit.checkpoint.carried import TensorReader, beside_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import (
@@ -35,8 +34,9 @@ from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.console import progress_bar, say
-from fsdp2kit.distributed import agree, agreement, sharded_like
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import agree, agreement, sharded_like
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import ModelSource, source_of

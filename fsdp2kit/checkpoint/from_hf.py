@@ -22,14 +22,14 @@ from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
 from fsdp2kit.checkpoint.store import on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sync
+from fsdp2kit.files.local import sync
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import model_on_meta, tied_names
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.names import whole_of
 from fsdp2kit.model.text_part import load_whole, text_config_of
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
-from fsdp2kit.progress import Progress
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):

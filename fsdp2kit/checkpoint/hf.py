@@ -21,7 +21,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit import distributed, stop
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
 from fsdp2kit.checkpoint.carried import CARRIED, TensorReader, beside_carried, find_carried
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, write_json
@@ -31,9 +30,11 @@ from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import read_json_object, replace_file, sha256
+from fsdp2kit.files.local import read_json_object, replace_file, sha256
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.job import distributed, stop
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.assets import copy_assets
@@ -45,7 +46,6 @@ from fsdp2kit.model.expert_adapters import adapter_files
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
 from fsdp2kit.model.stored import INDEX_NAME, Carried, usual_dtype
 from fsdp2kit.model.weights import open_pretrained
-from fsdp2kit.redaction import cleaned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9

@@ -13,15 +13,15 @@ from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
-from fsdp2kit.distributed import gather_objects, host_of
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import changes as settings_changes
-from fsdp2kit.events import flat
-from fsdp2kit.files import read_text, sha256
+from fsdp2kit.files.local import read_text, sha256
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.job.distributed import gather_objects, host_of
+from fsdp2kit.job.events import changes as settings_changes
+from fsdp2kit.job.events import flat
 from fsdp2kit.model.adapters import Adapter
 from fsdp2kit.model.assets import config_digest, weights_digest
 from fsdp2kit.model.build import ModelSource
-from fsdp2kit.redaction import cleaned
 
 
 def run_identity(

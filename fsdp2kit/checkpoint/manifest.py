@@ -16,9 +16,9 @@ from pydantic import AfterValidator, NonNegativeInt, StringConstraints, TypeAdap
 from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
-from fsdp2kit.progress import Progress
-from fsdp2kit.redaction import cleaned
+from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.job.progress import Progress
 
 _T = TypeVar("_T")
 
@@ -50,7 +50,7 @@ class Manifest:
 
     step: NonNegativeInt
     progress: dict[str, Any]
-    """The fields of `fsdp2kit.progress.Progress`."""
+    """The fields of `fsdp2kit.job.progress.Progress`."""
     identity: dict[str, str]
     """What may not change when the run is resumed."""
     tied: dict[str, str]

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import host_of, local_part
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import open_regular
+from fsdp2kit.files.local import open_regular
+from fsdp2kit.job.distributed import host_of, local_part
 from fsdp2kit.torch_compat import FsspecReader
 
 BLOCK_BYTES = 1 << 24

@@ -21,8 +21,8 @@ from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
-from fsdp2kit.distributed import agreement, rank
-from fsdp2kit.events import Events
+from fsdp2kit.job.distributed import agreement, rank
+from fsdp2kit.job.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.build import source_of
@@ -32,7 +32,7 @@ from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 
 
 class RunJob(Protocol):
-    """What a run's checkpoints need of its job (`fsdp2kit.job.Job`): versions, mesh, …, kept with each of them."""
+    """What a run's checkpoints need of its job (`fsdp2kit.job.start.Job`): versions, mesh, …, kept with each."""
 
     @property
     def environment(self) -> Mapping[str, Any]: ...

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.futures import Future
 
 from fsdp2kit.checkpoint.reader import no_garbage_collection
-from fsdp2kit.distributed import host_of
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import host_of
 from fsdp2kit.torch_compat import FsspecWriter, StorageInfo
 
 

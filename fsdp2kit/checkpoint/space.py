@@ -18,8 +18,8 @@ from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
-from fsdp2kit.distributed import gather_objects, is_lost_rank
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
+from fsdp2kit.job.distributed import gather_objects, is_lost_rank
 from fsdp2kit.optim.build import state_sizes
 
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "adlfs")

@@ -11,7 +11,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from fsdp2kit.files import replace_file
+from fsdp2kit.files.local import replace_file
 
 RECORD = ".fsdp2kit-export.json"
 PARTIAL, OLD = "partial", "old"

@@ -25,8 +25,8 @@ from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.save_plan import BriefFsspecWriter, BriefWriter, SharedSavePlanner
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import source_of, tied_names
 from fsdp2kit.model.names import base_name

@@ -26,7 +26,7 @@ from typing import Any, cast
 from upath import UPath
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import open_regular, sync
+from fsdp2kit.files.local import open_regular, sync
 
 logger = logging.getLogger(__name__)
 

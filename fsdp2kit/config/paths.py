@@ -9,7 +9,7 @@ from typing import Literal
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError, nearest
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
 
 Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
 

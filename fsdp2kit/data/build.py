@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit import status
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import DEFAULT, Cache
@@ -32,9 +31,10 @@ from fsdp2kit.data.tables import (
     start_workers,
 )
 from fsdp2kit.data.template import Tokenizer, settle_day
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.progress import Progress
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.progress import Progress
 
 _BEGINNING = 256  # rows of a stream that are looked at before training
 RANDOM = 'data.format = "synthetic"'

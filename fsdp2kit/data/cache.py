@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2kit.console import show
-from fsdp2kit.distributed import is_main_process
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import is_main_process
 
 _TODO = "set HF_HOME, or HF_DATASETS_CACHE, to a folder that can be written"
 

@@ -16,8 +16,8 @@ from fsdp2kit.data.conversation import answers_per_row
 from fsdp2kit.data.tables import TokenTable, read_tokens
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import NO_ENDING, ending_of
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.tokenizer import special_ids
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]

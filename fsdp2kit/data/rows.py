@@ -41,7 +41,7 @@ from fsdp2kit.data.sources import (
     suffix_of,
 )
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import todo_of_cache
+from fsdp2kit.files.local import todo_of_cache
 
 Position = dict[str, Any]  # what JSON can hold
 _BLOCK_BYTES = 16 << 20  # of a block that is not one large row

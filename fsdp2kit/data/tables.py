@@ -28,7 +28,6 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit import stop
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
@@ -39,8 +38,9 @@ from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_row
 from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.data.template import Tokenizer, day_of, writes_date
 from fsdp2kit.data.tokens import encode_documents, ending_of
-from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import stop
+from fsdp2kit.job.distributed import one_per_machine_first
 from fsdp2kit.model.tokenizer import ends_answers, special_ids, stop_tokens
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.

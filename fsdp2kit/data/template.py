@@ -39,9 +39,9 @@ from fsdp2kit.data.messages import (
 from fsdp2kit.data.names import FLAGS, OPPOSITE, PLAIN, REASONING, ROLES, STANDARD_ROLES
 from fsdp2kit.data.rows import parsed
 from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
-from fsdp2kit.distributed import gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import began
+from fsdp2kit.job.distributed import gather_objects
+from fsdp2kit.job.events import began
 from fsdp2kit.model.tokenizer import facts_of, set_facts
 
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message

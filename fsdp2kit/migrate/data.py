@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fsdp2kit.files import load_json, open_regular
+from fsdp2kit.files.local import load_json, open_regular
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import TABLE, Field
 from fsdp2kit.migrate.values import as_bool, as_text

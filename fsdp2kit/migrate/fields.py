@@ -14,7 +14,7 @@ import yaml
 
 from fsdp2kit.config.foreign import plain_name, snake_case
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import load_json, read_text
+from fsdp2kit.files.local import load_json, read_text
 
 TABLE: dict[str, Any] = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
 from fsdp2kit.model.expert_adapters import (
     ALL_EXPERTS,
     matched_parameters,

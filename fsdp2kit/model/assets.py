@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import load_json, todo_of_cache
+from fsdp2kit.files.local import load_json, todo_of_cache
+from fsdp2kit.job.distributed import one_per_machine_first
 from fsdp2kit.model.adapters import CONFIG_NAME, Adapter
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope

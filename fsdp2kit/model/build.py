@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError, nearest
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fsdp2kit.files import read_json
+from fsdp2kit.files.local import read_json
 
 CODED = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 """The files that may name code, by ``auto_map`` or ``custom_pipelines``."""

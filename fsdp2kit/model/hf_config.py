@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.errors import UserError, did_you_mean
-from fsdp2kit.files import todo_of_cache
+from fsdp2kit.files.local import todo_of_cache
 from fsdp2kit.model.text_part import has_parts, is_made_here, know_causal_lm, text_config_of
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import local_slices
 
 BLOCK = 64

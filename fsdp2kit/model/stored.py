@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import is_plain_name, read_json_object
+from fsdp2kit.files.local import is_plain_name, read_json_object
 from fsdp2kit.model.names import find_others, find_sources
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import TEMPLATES, may_be_hub_id, ready_template
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import todo_of_cache
+from fsdp2kit.files.local import todo_of_cache
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.assets import eos_ids, find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
 

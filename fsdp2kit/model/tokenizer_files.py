@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp2kit.files import read_json_object
+from fsdp2kit.files.local import read_json_object
 from fsdp2kit.model.code_files import code_files
 
 _CONFIG = "tokenizer_config.json"

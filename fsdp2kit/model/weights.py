@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part, sharded_like
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import source_of

@@ -28,15 +28,15 @@ from fsdp2kit.config.schema import (
     TrainingConfig,
 )
 from fsdp2kit.data.sources import held_out_sets, training_sets
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.loss_head import LossHead, gathered_head, sum_by_group
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.reference import parallelize_frozen
 from fsdp2kit.parallel.context_parallel.batch import CHUNKED, layer_kinds, layer_windows
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.torch_compat import forget_forwards
 

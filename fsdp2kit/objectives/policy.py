@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig, RolloutConfig
-from fsdp2kit.distributed import reduce_numbers
+from fsdp2kit.job.distributed import reduce_numbers
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.objectives.reference import Reference, build_reference
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 
 _EPSILON = 1e-4  # added to a group's standard deviation, as in TRL

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fsdp2kit.config.optimization import DPOConfig, PlainDPOConfig, SimPOConfig
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.objectives.reference import Reference, build_reference
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 
 

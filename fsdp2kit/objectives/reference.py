@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.adapters import adapter_of, without_adapter
 from fsdp2kit.model.build import build_model
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.torch_compat import forget_forwards

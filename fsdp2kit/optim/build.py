@@ -21,8 +21,8 @@ from fsdp2kit.config.optimization import (
     OptimizerConfig,
     WSDScheduleConfig,
 )
-from fsdp2kit.distributed import by_mesh, local_part, sharded_like
 from fsdp2kit.errors import importing
+from fsdp2kit.job.distributed import by_mesh, local_part, sharded_like
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
 from fsdp2kit.optim.rounded_adamw import ELEMENTS_AT_ONCE, RoundedAdamW

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp2kit.distributed import local_part, sharded_like
+from fsdp2kit.job.distributed import local_part, sharded_like
 
 T = TypeVar("T")
 

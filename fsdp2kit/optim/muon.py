@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.experts import DOWN, UP
 from fsdp2kit.torch_compat import orthogonalize, orthogonalize_each

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.host_state import in_batches
 from fsdp2kit.torch_compat import copy_each, local_slices
 

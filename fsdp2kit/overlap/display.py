@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp2kit.command_line import new_figure, write_figure
+from fsdp2kit.console import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report
 from fsdp2kit.overlap.split import MS, Activity, Split

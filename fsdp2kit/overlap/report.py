@@ -11,7 +11,7 @@ import tomli
 
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import read_text
+from fsdp2kit.files.local import read_text
 from fsdp2kit.overlap.events import BACKWARD, FORWARD
 from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces

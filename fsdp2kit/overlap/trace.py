@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import load_json, open_regular
+from fsdp2kit.files.local import load_json, open_regular
 from fsdp2kit.overlap.events import (
     DEVICE_CATEGORIES,
     Collective,

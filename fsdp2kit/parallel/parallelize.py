@@ -8,8 +8,9 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.layer_functions import use_no_kernels
 from fsdp2kit.model.liger import apply_liger, give_back
@@ -19,7 +20,6 @@ from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.expert_parallel.deal import deal_out
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 
 

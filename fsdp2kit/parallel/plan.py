@@ -24,8 +24,8 @@ from fsdp2kit.config.schema import (
     TrainingConfig,
 )
 from fsdp2kit.console import counted
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.adapters import Adapter, adapter_of
 from fsdp2kit.model.build import decoder_layers, source_of
 from fsdp2kit.model.flops import ModelFlops, count_model_flops

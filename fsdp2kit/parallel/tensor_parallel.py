@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed import utils as transformers_meshes
 
-from fsdp2kit.distributed import world_size
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import world_size
+from fsdp2kit.job.mesh import device_mesh
 from fsdp2kit.model.names import tied_names
-from fsdp2kit.parallel.mesh import device_mesh
 
 
 def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.distributed import World, agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World, agreement, gather_objects
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parity.engine import Sharded

@@ -14,14 +14,14 @@ from torch import Tensor
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.job.distributed import World, gather_objects
+from fsdp2kit.job.mesh import Mesh, build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers

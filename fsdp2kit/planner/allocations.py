@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 _GROUPED = torch.ops.aten._grouped_mm.default

@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.job.layout import Layout
 from fsdp2kit.model.flops import attention_layers
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
 from fsdp2kit.parallel.context_parallel.recurrent import find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.planner.sizes import StepMemory
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import size_text
-from fsdp2kit.parallel.layout import Layout
+from fsdp2kit.job.layout import Layout
 from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device
 from fsdp2kit.planner.memory import step_moments

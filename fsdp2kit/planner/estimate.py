@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World
+from fsdp2kit.job.layout import Layout, node_names
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
-from fsdp2kit.parallel.layout import Layout, node_names
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory, rank_tokens
 from fsdp2kit.planner.communication import Collective, collectives

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
-from fsdp2kit.command_line import new_figure
+from fsdp2kit.console import new_figure
 from fsdp2kit.planner.devices import ALLOWANCE, GIB
 from fsdp2kit.planner.estimate import Estimate
 from fsdp2kit.planner.memory import CATEGORIES

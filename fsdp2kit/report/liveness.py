@@ -21,7 +21,7 @@ _LAYOUT = "@qqihh" if _IS_BSD else "@hhqqi"
 
 
 def is_locked(lock: Path) -> bool | None:
-    """Whether a live process has the POSIX lock of a file (`fsdp2kit.job.lock_run_dir`).
+    """Whether a live process has the POSIX lock of a file (`fsdp2kit.job.start.lock_run_dir`).
 
     It asks the kernel with F_GETLK and takes no lock, so a run that starts at this moment is not refused.
 

@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import replace_file
+from fsdp2kit.files.local import replace_file
 from fsdp2kit.report.payload import build_payload
 from fsdp2kit.report.read import RunRecord
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.command_line import new_figure, write_figure
+from fsdp2kit.console import new_figure, write_figure
 from fsdp2kit.report.curves import Columns
 from fsdp2kit.report.payload import labels
 from fsdp2kit.report.read import RunRecord

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import tomli
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import flat
-from fsdp2kit.files import open_regular, read_regular, read_text
-from fsdp2kit.redaction import cleaned, without_secrets
+from fsdp2kit.files.local import open_regular, read_regular, read_text
+from fsdp2kit.files.redaction import cleaned, without_secrets
+from fsdp2kit.job.events import flat
 from fsdp2kit.report.liveness import is_locked
 from fsdp2kit.report.tracebacks import cause_of_failure
 
@@ -58,7 +58,7 @@ class RunRecord:
     records: list[dict[str, Any]]
     """``metrics.jsonl`` by step, one record a step."""
     events: list[dict[str, Any]]
-    """``events.jsonl`` by time (`fsdp2kit.events` has the kinds), without refused starts; empty for older runs."""
+    """``events.jsonl`` by time (`fsdp2kit.job.events` has the kinds), without refused starts; empty for older runs."""
     samples: list[dict[str, Any]]
     """The newest of ``samples.jsonl``: ``step``, ``prompt``, ``answer``, …"""
     starts: list[Start]
@@ -230,7 +230,7 @@ def _without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_event(found: dict[str, Any]) -> bool:
-    """Whether a line is an event as `fsdp2kit.events` writes it, and not damaged."""
+    """Whether a line is an event as `fsdp2kit.job.events` writes it, and not damaged."""
     time, start = found.get("time"), found.get("start")
     is_time = isinstance(time, (int, float)) and 0 <= time < _LATEST
     return isinstance(found.get("event"), str) and is_time and type(start) is int

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import open_regular
+from fsdp2kit.files.local import open_regular
 from fsdp2kit.report.curves import Columns
 from fsdp2kit.report.page import as_json, render
 from fsdp2kit.report.payload import build_payload

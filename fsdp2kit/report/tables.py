@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from fsdp2kit.events import flat
+from fsdp2kit.job.events import flat
 from fsdp2kit.report.ends import End
 from fsdp2kit.report.read import Start
 

@@ -8,9 +8,9 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from fsdp2kit.files import open_regular
+from fsdp2kit.files.local import open_regular
 
-# As `fsdp2kit.tracebacks` begins each entry.
+# As `fsdp2kit.job.tracebacks` begins each entry.
 _HEADER = re.compile(r"^(?P<time>\d{4}-\d\d-\d\dT\S+) rank (?P<rank>\d+) on .+, .+$", re.MULTILINE)
 # Entries of ranks that have not failed themselves: where they stood, or that they have lost another one.
 _WAITING = ("It was here at the warning", "It waited here")

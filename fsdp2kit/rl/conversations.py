@@ -25,8 +25,8 @@ from fsdp2kit.data.messages import check_messages, check_tools
 from fsdp2kit.data.rendered import Rendered, Renderer
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.tokens import Prompt, encode_text
-from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
 from fsdp2kit.rl.engine import Conversation, Engine, Request, Response
 from fsdp2kit.rl.environments import Environments

@@ -12,9 +12,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import stop
 from fsdp2kit.rl.reward_worker import shortened
 from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess
 

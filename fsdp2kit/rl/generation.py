@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from fsdp2kit import status
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.dtypes import cast_model
@@ -33,7 +34,6 @@ from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.rl.weight_sync import sync_weights
-from fsdp2kit.stop import Stopped
 from fsdp2kit.train.metrics import Metrics
 
 

@@ -27,8 +27,8 @@ from fsdp2kit.data.rows import RowReader, first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
 from fsdp2kit.data.template import settle_day
 from fsdp2kit.data.tokens import Prompt, encode_prompts
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.rewards import Rewards

@@ -12,8 +12,8 @@ import numpy as np
 
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.contents import Content
-from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.rl.reward_code import code_digests, content_of_code, option_digests
 from fsdp2kit.rl.reward_worker import excerpt
 from fsdp2kit.rl.user_process import IMPORT_SECONDS, UserProcess

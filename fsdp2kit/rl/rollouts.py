@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import Prompt
-from fsdp2kit.distributed import agreement
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.experts import is_mixture
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
-from fsdp2kit.parallel.mesh import Mesh
-from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Response
 from fsdp2kit.rl.generation import Generation, Phases, from_all_ranks

@@ -17,13 +17,13 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdp2kit.data.tokens import Prompt
-from fsdp2kit.distributed import agreement, reduce_numbers
+from fsdp2kit.job.distributed import agreement, reduce_numbers
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.rl.conversations import Question
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.generation import Phases, from_all_ranks, my_part
 from fsdp2kit.rl.packing import Rollout
 from fsdp2kit.rl.rounds import Round
-from fsdp2kit.stop import Stopped
 
 
 @dataclass

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 
-from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig, WeightSyncConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.redaction import without_secrets
+from fsdp2kit.files.redaction import without_secrets
+from fsdp2kit.job import stop
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.rl.engine import EngineMemory, Response, VersionedWeights
 from fsdp2kit.rl.network_transport import LinkError, NetworkSender, is_here
-from fsdp2kit.stop import Stopped
 
 _RETRIES = 6
 """How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""

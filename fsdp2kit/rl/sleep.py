@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import FSDPConfig
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.torch_compat import accumulated_gradients, inner_tensors
 

@@ -15,15 +15,15 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from fsdp2kit import stop
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.distributed import agreement, gather_objects, local_part
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job import stop
+from fsdp2kit.job.distributed import agreement, gather_objects, local_part
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
-from fsdp2kit.stop import Stopped
 
 
 class TransformersEngine(Engine):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from fsdp2kit import stop
+from fsdp2kit.job import stop
 
 IMPORT_SECONDS = 120.0
 """How long the user's modules may take to be imported."""

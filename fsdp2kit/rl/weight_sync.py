@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2kit import stop
-from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import stop
+from fsdp2kit.job.distributed import agree, agreement, gather_objects, local_part
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.adapters import adapter_of, merged_weight
 from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
@@ -26,7 +27,6 @@ from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
-from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import all_gather_single, local_slices
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.optimization import AuxiliaryLossConfig, MoEConfig, RouterBiasConfig
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.expert_parallel.routing import Routed, RoutingHooks, balance_losses, routing_biases
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import Objective

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit import status, stop
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.conversation import prompt_of
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.rendered import Renderer
 from fsdp2kit.data.tokens import encode_text, plain_prompt_ids
-from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import status, stop
+from fsdp2kit.job.distributed import agreement, reduce_numbers
+from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.model.tokenizer import special_ids
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.stop import Stopped
 from fsdp2kit.train.step import HeldOut, Measured, Objective, next_batch
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths

@@ -20,21 +20,21 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit import status, stop, torchrun
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
-from fsdp2kit.distributed import gather_objects, is_lost_rank, seconds_alive
 from fsdp2kit.errors import NonFiniteFailure
-from fsdp2kit.failures import outlive_torchrun
+from fsdp2kit.job import meeting, status, stop
+from fsdp2kit.job.distributed import gather_objects, is_lost_rank, seconds_alive
+from fsdp2kit.job.lost_ranks import outlive_torchrun
+from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.profile_request import FILE, ProfileRequest, noting_sigusr2
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.stop import Stopped, StopRequest
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.estimate import MemoryPlan
-from fsdp2kit.profile_request import FILE, ProfileRequest, noting_sigusr2
-from fsdp2kit.progress import Progress
-from fsdp2kit.stop import Stopped, StopRequest
 from fsdp2kit.torch_compat import compiled_graphs
 from fsdp2kit.train.balance import Balance, NoBalance, build_balance
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
@@ -433,7 +433,7 @@ class _Loop:
 @contextlib.contextmanager
 def saving_when_torchrun_ends() -> Iterator[None]:
     """Inside, ranks whose torchrun has ended save first. After an error they outlive it until they have said why."""
-    torchrun.stop_watching()
+    meeting.stop_watching()
     try:
         yield
     except Exception as error:

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.data.loader import batch_of
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.step import Objective, cross_entropy
 

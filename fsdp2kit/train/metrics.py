@@ -13,14 +13,14 @@ from typing import Any
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import Line, say
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import StorageFailure
-from fsdp2kit.events import Events
-from fsdp2kit.files import load_json, open_own, read_regular, replace_file
-from fsdp2kit.job import Job, free_path
+from fsdp2kit.files.local import load_json, open_own, read_regular, replace_file
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.events import Events
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.start import Job, free_path
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.progress import Progress
-from fsdp2kit.stop import Stopped
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.trackers import Tracker, start_trackers
 

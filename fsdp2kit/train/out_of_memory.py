@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.planner.search import advise
 from fsdp2kit.torch_compat import dump_memory_snapshot
 

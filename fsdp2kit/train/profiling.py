@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp2kit.config.schema import ProfileConfig
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
 from fsdp2kit.torch_compat import dump_memory_history, record_memory_history
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit import status
-from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
-from fsdp2kit.diagnosis import name_ranks
-from fsdp2kit.distributed import agree, by_mesh, gather_objects, local_part
+from fsdp2kit.console import rows_text
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import agree, by_mesh, gather_objects, local_part
+from fsdp2kit.job.lost_ranks import name_ranks
+from fsdp2kit.job.mesh import Mesh
+from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parallel.mesh import Mesh
-from fsdp2kit.stop import Stopped
 from fsdp2kit.torch_compat import float32_norms
 
 _MOST_PACKS = 32  # that are named

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdp2kit import status
-from fsdp2kit.distributed import gather_numbers, seconds_alive
+from fsdp2kit.job import status
+from fsdp2kit.job.distributed import gather_numbers, seconds_alive
 from fsdp2kit.model.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.torch_compat import compile_seconds
 

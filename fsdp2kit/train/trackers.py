@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.events import flat
-from fsdp2kit.files import read_text, replace_file
-from fsdp2kit.progress import Progress
-from fsdp2kit.redaction import cleaned
+from fsdp2kit.files.local import read_text, replace_file
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.job.events import flat
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.train.wandb_run import brief, start_wandb
 
 

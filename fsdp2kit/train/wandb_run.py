@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fsdp2kit.config.schema import WandbConfig
 from fsdp2kit.config.wandb_login import has_login
-from fsdp2kit.redaction import cleaned, without_secrets
+from fsdp2kit.files.redaction import cleaned, without_secrets
 
 Mode = Literal["online", "offline", "disabled"]
 

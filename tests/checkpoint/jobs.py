@@ -26,7 +26,7 @@ from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_ten
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, EvalConfig, RunConfig
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
-from fsdp2kit.progress import Progress
+from fsdp2kit.job.progress import Progress
 
 IDENTITY = {"model": "tiny", "optimizer": "adamw", "run.seed": "0", "data.seq_len": "12"}
 VOCAB = 97  # prime, so that no world size divides it

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
-from fsdp2kit.distributed import work_on_this_device
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import work_on_this_device
 from tests.checkpoint import jobs
 from tests.checkpoint.test_checkpoints import assert_same, names
 from tests.workers import WorkerPool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.files import sha256
+from fsdp2kit.files.local import sha256
 from tests.checkpoint.chaos import Harness, Kill, draw, tally
 from tests.reference import demo_model_dir, full
 

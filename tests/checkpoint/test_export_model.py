@@ -179,7 +179,7 @@ def test_what_is_not_an_export_is_left_alone(models: Path, pool: WorkerPool, tmp
 
 
 def fail_on_one_rank(folder: Path, case: Case, out: Path, what: str) -> str:
-    from fsdp2kit.distributed import rank
+    from fsdp2kit.job.distributed import rank
 
     def write(path: Path, *arguments: Any, **options: Any) -> None:
         if rank() == 1:

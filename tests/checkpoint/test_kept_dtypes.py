@@ -23,7 +23,7 @@ from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
 from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
 from tests.checkpoint import jobs

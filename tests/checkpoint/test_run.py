@@ -26,9 +26,9 @@ from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig, RunConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import ModelSource, build_model, source_of
-from fsdp2kit.progress import Progress
 from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import checkpoints_of, exported_step

@@ -25,11 +25,11 @@ from fsdp2kit.checkpoint import save_plan
 from fsdp2kit.checkpoint.reader import SafeReader, first_failure
 from fsdp2kit.checkpoint.save_plan import BriefWriter, SharedSavePlanner, Written, share_out
 from fsdp2kit.checkpoint.state import fill_weights, model_tensors, optimizer_tensors, save_tensors
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.job.distributed import World, gather_objects
+from fsdp2kit.job.layout import node_names
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer
-from fsdp2kit.parallel.layout import node_names
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.checkpoint import jobs

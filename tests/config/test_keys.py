@@ -11,7 +11,7 @@ import pytest
 
 from fsdp2kit.config.keys import NOT_SET, REQUIRED, Reference, read_keys
 from fsdp2kit.config.load import known_keys
-from fsdp2kit.files import bundled_folder
+from fsdp2kit.files.local import bundled_folder
 from fsdp2kit.run import load_recipe
 from tools import keys as tool
 

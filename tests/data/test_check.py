@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
@@ -19,6 +18,7 @@ from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.planner.check import check_offline
 from recipes import distill, grpo
 from tests.data import templates
 from tests.data.families import MULTI, SINGLE, tokenizer_of

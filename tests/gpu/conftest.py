@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fsdp2kit import distributed
-from fsdp2kit.distributed import World
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import World
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp2kit.bench.gpu import bench_gpu
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit import distributed, run
+from fsdp2kit import run
 from fsdp2kit.bench.harness import missing_packages
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job import distributed
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import demo_model_dir
 

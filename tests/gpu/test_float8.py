@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.parity.engine import Sharded
 from tests.parallel import float8_jobs as jobs
 from tests.parallel.jobs import Case

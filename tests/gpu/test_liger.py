@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_forward, plain_loop
 from tests.parallel.jobs import Case, run_case

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_case

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
 from fsdp2kit.model.layer_functions import functions_of, use_no_kernels
 from fsdp2kit.parallel.context_parallel import recurrent
 from fsdp2kit.parallel.context_parallel.borders import Borders

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World
 from fsdp2kit.torch_compat import nccl_error
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_objects_travel_on_gloo(world: World) -> None:
 
 
 def test_a_local_rank_without_a_device_is_a_users_mistake(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp2kit import distributed
+    from fsdp2kit.job import distributed
 
     monkeypatch.setenv("LOCAL_RANK", str(torch.cuda.device_count()))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(torch.cuda.device_count() + 1))

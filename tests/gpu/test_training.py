@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import World, local_part
+from fsdp2kit.job.distributed import World, local_part
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
 from fsdp2kit.rl.sleep import sleep, wake_up
@@ -267,7 +267,7 @@ def test_what_sleeps_is_free_for_others(world: World) -> None:
 DETERMINISTIC_RUN = """
 import hashlib, json, sys
 from pathlib import Path
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 distributed.start(deterministic=True)  # before CUDA starts: cuBLAS reads its settings then
 from tests.parallel.jobs import Case, run_case
 from tests.reference import make_batches

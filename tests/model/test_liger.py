@@ -18,8 +18,8 @@ from transformers.models.llama import modeling_llama
 from fsdp2kit.bench.fsdp1 import FSDP1Loop
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
-from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.liger import apply_liger, give_back

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from fsdp2kit.check import check_offline
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.state import fill_weights
@@ -30,6 +29,7 @@ from fsdp2kit.model import weights
 from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
+from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
 from tests.data.templates import encode_chat, make_tokenizer, spoken
 from tests.model.test_weights import _sharded

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
 from fsdp2kit.model.stored import INDEX_NAME
 from fsdp2kit.model.weights import initialize, load_pretrained
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from fsdp2kit import distributed
 from fsdp2kit.config.optimization import PlainDPOConfig, SimPOConfig
 from fsdp2kit.config.schema import CompileConfig, EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Document, build_documents
+from fsdp2kit.job import distributed
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.objectives.preference import Preference
 from fsdp2kit.objectives.reference import Reference, build_reference

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
-from fsdp2kit.distributed import gather_objects
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import gather_objects
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger

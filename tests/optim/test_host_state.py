@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import get_constant_schedule_with_warmup
 
-from fsdp2kit.distributed import local_part, sharded_like
+from fsdp2kit.job.distributed import local_part, sharded_like
 from fsdp2kit.optim.host_state import HostState, in_batches, keep_state_on_host, largest_shard
 from tests.lagging_copies import LaggingCopies
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
 from tests.reference import full
 from tests.workers import WorkerPool

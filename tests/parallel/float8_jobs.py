@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import Float8Config, TrainingConfig
+from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import Mesh, build_mesh
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
-from fsdp2kit.progress import Progress
 from fsdp2kit.train.balance import NoBalance
 from fsdp2kit.train.loop import NoCheckpoints, Run, train, train_step
 from fsdp2kit.train.metrics import Metrics

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.attention import apply_attention, blockwise_attention
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent, share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.segments import plan_segments
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Rows
 from tests.reference import full, slow
 from tests.traffic import count_traffic

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_cases

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from fsdp2kit import distributed
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case

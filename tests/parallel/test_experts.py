@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fsdp2kit import distributed
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import device_mesh
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
-from fsdp2kit.parallel.mesh import device_mesh
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from fsdp2kit.train.step import gradient_norm
 from tests.parallel.jobs import Case, run_cases
@@ -255,7 +255,7 @@ def test_the_norm_over_two_dimensions_of_a_mesh_makes_torch_warn_of_nothing(pool
 
 def test_every_expert_is_on_one_rank() -> None:
     for experts in range(1, 20):
-        for ranks in range(1, 9):
-            assert sum(shares(experts, ranks)) == experts
-            chunks = torch.arange(experts).chunk(ranks)
-            assert shares(experts, ranks)[: len(chunks)] == [len(chunk) for chunk in chunks]
+        for count in range(1, 9):
+            assert sum(shares(experts, count)) == experts
+            chunks = torch.arange(experts).chunk(count)
+            assert shares(experts, count)[: len(chunks)] == [len(chunk) for chunk in chunks]

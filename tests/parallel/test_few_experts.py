@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit import distributed
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from tests.parallel.jobs import Case, run_cases

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import document_borders, slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.reference import Rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS

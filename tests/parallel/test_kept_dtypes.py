@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.job import distributed
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
-from fsdp2kit.distributed import World, ranks_per_node
-from fsdp2kit.parallel.layout import Layout, node_names
-from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.job.distributed import World, ranks_per_node
+from fsdp2kit.job.layout import Layout, node_names
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.torch_compat import start_fake_group
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded

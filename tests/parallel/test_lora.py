@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import LoraConfig as LoraSection
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.names import base_name, base_tensors
 from fsdp2kit.model.nf4 import dequantize, level_pairs
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole

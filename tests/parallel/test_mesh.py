@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
-from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.torch_compat import timeout_of
 from tests.workers import COLLECTIVE_TIMEOUT, WorkerPool
 

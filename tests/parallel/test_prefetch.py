@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import LlamaForCausalLM
 
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import Sharded
 from tests.parallel.jobs import Case
 from tests.reference import make_batches, slow, tiny_model

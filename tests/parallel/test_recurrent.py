@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
@@ -27,7 +28,6 @@ from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method, chunks_of
 from fsdp2kit.parallel.context_parallel.recurrent import SCANS, Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Rows, errors
 from tests.parallel.alone import Reference, documents_alone
 from tests.parallel.covering import Row, Table

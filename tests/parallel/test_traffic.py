@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2kit import distributed
+from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parity.engine import DealtOut, Sharded

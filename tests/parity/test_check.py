@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.job import distributed
 from fsdp2kit.parity import check
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances, load_plain, make_batches, plain_logits
 from fsdp2kit.parity.variants import METHODS, STRATEGIES, Variant, variants

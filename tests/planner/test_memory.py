@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit import distributed
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
-from fsdp2kit.distributed import local_part
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import World
+from fsdp2kit.job.distributed import World
+from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.expert_parallel.experts import routed_experts, routed_experts_backward
-from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.allocations import Allocations, by_category

@@ -14,7 +14,7 @@ T = 1_767_312_000  # 2026-01-02
 
 
 def entry(rank: int, second: int, text: str) -> str:
-    """As `fsdp2kit.tracebacks` writes it."""
+    """As `fsdp2kit.job.tracebacks` writes it."""
     now = datetime.fromtimestamp(T + second, timezone.utc).isoformat(timespec="seconds")
     return f"{now} rank {rank} on host, step 3, backward\n{text}\n\n"
 

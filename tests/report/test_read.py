@@ -23,11 +23,11 @@ from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
 
-# Holds a run directory's lock, as `fsdp2kit.job.lock_run_dir` does, and stops in the middle of two lines.
+# Holds a run directory's lock, as `fsdp2kit.job.start.lock_run_dir` does, and stops in the middle of two lines.
 HOLD = """
 import fcntl, json, os, platform, sys
 from pathlib import Path
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
 folder = Path(sys.argv[1])
 handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
 fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2kit.config.schema import OptimizerConfig
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parity.engine import DealtOut, Sharded

@@ -25,10 +25,10 @@ from transformers import AutoConfig
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.data.contents import Content
 from fsdp2kit.data.tokens import Prompt
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
-from fsdp2kit.progress import Progress
 from fsdp2kit.rl.conversations import Conversations
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_packs

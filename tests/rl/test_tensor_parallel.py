@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
 from fsdp2kit.parity.reference import load_plain

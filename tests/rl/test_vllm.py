@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit.distributed import rank
+from fsdp2kit.job.distributed import rank
 from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.vllm_server import VLLMServer

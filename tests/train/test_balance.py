@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from fsdp2kit import distributed
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.optimization import AnyMoE
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.job import distributed
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.inspect import build_twin

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import EvalConfig, LoraConfig, PreflightConfig
+from fsdp2kit.job import distributed
 from fsdp2kit.objectives.reference import build_reference
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
+from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath

@@ -20,11 +20,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig
-from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.job import distributed
+from fsdp2kit.job.distributed import seconds_alive
+from fsdp2kit.job.mesh import build_mesh
+from fsdp2kit.job.progress import Progress
+from fsdp2kit.job.stop import StopRequest
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.parity.reference import (
     IGNORE,
@@ -35,8 +37,6 @@ from fsdp2kit.parity.reference import (
     plain_logits,
     plain_loop,
 )
-from fsdp2kit.progress import Progress
-from fsdp2kit.stop import StopRequest
 from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import is_due, stream_seed
@@ -279,7 +279,7 @@ def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models:
 
 @pytest.mark.full
 def test_a_process_knows_when_it_began() -> None:
-    program = "import time; time.sleep(1); from fsdp2kit.distributed import seconds_alive; print(seconds_alive())"
+    program = "import time; time.sleep(1); from fsdp2kit.job.distributed import seconds_alive; print(seconds_alive())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0.9 < float(done.stdout) < time.monotonic() - began + 0.1

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import fsdp2kit as fk
-from fsdp2kit.distributed import start
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import start
 from tests.reference import demo_model_dir
 from tests.test_face import DEMO, EXAMPLES, ROOT, lines_of
 from tests.workers import WorkerPool

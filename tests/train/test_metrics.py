@@ -18,9 +18,9 @@ import torch
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import StorageFailure
-from fsdp2kit.events import Events
+from fsdp2kit.job.events import Events
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.flops import ModelFlops
-from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
 
 

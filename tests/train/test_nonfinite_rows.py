@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp2kit import run
-from fsdp2kit.command_line import row_numbers, rows_text
+from fsdp2kit.console import row_numbers, rows_text
 from fsdp2kit.errors import NonFiniteFailure
 from fsdp2kit.train.step import nonfinite_packs
 from tests.checkpoint.test_chaos import TOML
@@ -43,7 +43,7 @@ def fail_in_a_step(toml: str, overrides: list[str], fails: str) -> tuple[str, li
 
 
 def recipe_rank() -> int:
-    from fsdp2kit.distributed import rank
+    from fsdp2kit.job.distributed import rank
 
     return rank()
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2kit.config.schema import ProfileConfig, RunConfig
+from fsdp2kit.job.profile_request import ProfileRequest, noting_sigusr2
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
 from fsdp2kit.parity.engine import DealtOut
-from fsdp2kit.profile_request import ProfileRequest, noting_sigusr2
 from fsdp2kit.train.profiling import StepProfiler
 from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import make_batches, tiny_model_dir

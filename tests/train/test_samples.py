@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit import distributed
 from fsdp2kit.config.load import dump_toml
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.run import load

@@ -14,7 +14,7 @@ import pytest
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.progress import Progress
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.train.trackers import Guarded, start_trackers
 from tests.train.test_metrics import build
 

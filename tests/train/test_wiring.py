@@ -16,8 +16,8 @@ from torch import Tensor
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job.progress import Progress
 from fsdp2kit.parity.engine import DealtOut
-from fsdp2kit.progress import Progress
 from fsdp2kit.train import loop, throughput
 from fsdp2kit.train.loop import NoCheckpoints
 from fsdp2kit.train.step import cross_entropy

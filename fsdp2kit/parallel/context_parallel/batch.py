@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
@@ -26,7 +27,6 @@ from fsdp2kit.parallel.context_parallel.segments import (
     document_starts,
     plan_segments,
 )
-from fsdp2kit.parallel.mesh import Mesh
 
 CHUNKED = "chunked_attention"
 """transformers' name of layers that see documents in chunks of ``attention_chunk_size`` tokens."""

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp2kit.config.facts import MeshSizes
-from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.experts import expert_parameters, find_experts, unlike_experts
 from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts

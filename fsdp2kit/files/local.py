@@ -233,6 +233,6 @@ def sha256(path: Path, *, advance: Callable[[int], object] = lambda size: None, 
 
 def bundled_folder(name: str) -> Path:
     """``recipes``, ``toml`` or ``docs`` of the package: inside it in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / name
     return inside if inside.is_dir() else package.parent / name

@@ -19,13 +19,13 @@ import pytest
 import torch.distributed as dist
 
 import fsdp2kit
-from fsdp2kit import torchrun
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.job import meeting
 from tests.checkpoint.test_chaos import TOML
+from tests.job.test_signals import ROOT, alive, children, steps_done
 from tests.reference import full
 from tests.runs import run_recipe
-from tests.test_signals import ROOT, alive, children, steps_done
 from tests.workers import FORKS, WorkerPool, _be_command
 
 MINUTE = timedelta(minutes=1)
@@ -47,16 +47,16 @@ def test_ranks_that_are_started_again_share_nothing_with_those_before(agent_stor
     before: Any = None
     with ThreadPoolExecutor(4) as threads:
         if former != "none":
-            earlier = [threads.submit(torchrun._store_of_attempt, rank, MINUTE) for rank in (0, 1)]
+            earlier = [threads.submit(meeting._store_of_attempt, rank, MINUTE) for rank in (0, 1)]
             before, _ = [found.result(60) for found in earlier]
             before.set("0/address", "of the attempt before")
         if former == "dead":
             before = None
             earlier.clear()
-        second = threads.submit(torchrun._store_of_attempt, 1, MINUTE)
+        second = threads.submit(meeting._store_of_attempt, 1, MINUTE)
         time.sleep(0.5)
         assert not second.done()
-        first = threads.submit(torchrun._store_of_attempt, 0, MINUTE).result(60)
+        first = threads.submit(meeting._store_of_attempt, 0, MINUTE).result(60)
         first.set("0/address", "of this attempt")
         assert second.result(60).get("0/address") == b"of this attempt"
 
@@ -68,19 +68,19 @@ def test_a_former_rank_0_may_die_between_a_connection_and_a_look(
         def check(self, _: list[str]) -> bool:
             raise dist.DistNetworkError("recvValue failed: Connection reset by peer")
 
-    connect, former = torchrun._connect, [Dying()]
-    monkeypatch.setattr(torchrun, "_connect", lambda *where: former.pop() if former else connect(*where))
+    connect, former = meeting._connect, [Dying()]
+    monkeypatch.setattr(meeting, "_connect", lambda *where: former.pop() if former else connect(*where))
     with ThreadPoolExecutor(1) as threads:
-        first = torchrun._store_of_attempt(0, MINUTE)
+        first = meeting._store_of_attempt(0, MINUTE)
         first.set("0/address", "of this attempt")
-        second = threads.submit(torchrun._store_of_attempt, 1, MINUTE)
+        second = threads.submit(meeting._store_of_attempt, 1, MINUTE)
         assert second.result(60).get("0/address") == b"of this attempt"
     assert not former
 
 
 def test_a_meeting_has_an_end(agent_store: dist.TCPStore) -> None:
     with pytest.raises(RunFailure, match=r"rank 1 of 2 did not meet .*localhost:\d+ \(run.timeout_minutes = 0.005\)"):
-        torchrun.meet("gloo", rank=1, size=2, timeout=timedelta(minutes=0.005))
+        meeting.meet("gloo", rank=1, size=2, timeout=timedelta(minutes=0.005))
 
 
 def test_a_meeting_that_torchrun_has_left_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_meeting_that_torchrun_has_left_has_an_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RunFailure, match=r"did not meet the others at localhost.*refused"):
-        torchrun.meet("gloo", rank=0, size=2, timeout=MINUTE)
+        meeting.meet("gloo", rank=0, size=2, timeout=MINUTE)
 
 
 def _be_launcher(connection: Any, log: Path, variables: dict[str, str], arguments: tuple[str, ...]) -> None:

@@ -13,9 +13,9 @@ from fsdp2kit.config.data_schema import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.layout import Layout, node_names
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
-from fsdp2kit.parallel.layout import Layout, node_names
 from fsdp2kit.parallel.plan import plan_parallel
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import fsdp2kit
 from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.stop import launcher, launcher_is_gone
+from fsdp2kit.job.stop import launcher, launcher_is_gone
 
 _ADDRESS = "fsdp2kit/store"
 _CONNECT_SECONDS = 10.0

@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.02
 _DEVICE = "waiting for the device"
 # Folders of code that a user did not write. fsdp2kit itself may be installed in the second.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 # Tensor dispatch and FSDP's hooks compute; they wait in functions of the other files of torch.distributed.
 _COLLECTIVES, _COMPUTES = "/torch/distributed/", ("/torch/distributed/tensor/", "/torch/distributed/fsdp/")
 _CALLS_OPERATORS = "/torch/_ops.py"

@@ -20,8 +20,8 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
-from fsdp2kit import stop
 from fsdp2kit.console import show
+from fsdp2kit.job import stop
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NAME = "fsdp2kit run"
@@ -39,7 +39,7 @@ def launch(arguments: Sequence[str], *, ranks: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of each signal and exit code
     stop.listen_no_more()
     signals = _Signals()
-    # Ranks leave the address of their own store here (`fsdp2kit.torchrun`), so that no port is taken in between.
+    # Ranks leave the address of their own store here (`fsdp2kit.job.meeting`), so that no port is taken in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {
         "MASTER_ADDR": "127.0.0.1",

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from fsdp2kit import distributed, hosts
 from fsdp2kit.checkpoint.identity import check_alike
 from fsdp2kit.config.local_paths import input_paths, shared_directories
 from fsdp2kit.config.schema import InputPath, Section, TrainingConfig
-from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.hosts import check_hosts
+from fsdp2kit.job import distributed, hosts
+from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.hosts import check_hosts
 from tests.workers import WorkerPool
 
 

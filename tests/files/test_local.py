@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from upath import UPath
 
-from fsdp2kit.files import (
+from fsdp2kit.files.local import (
     create_new,
     is_plain_name,
     load_json,

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2kit import distributed, tracebacks
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, write_record
-from fsdp2kit.redaction import without_secrets
+from fsdp2kit.files.redaction import without_secrets
+from fsdp2kit.job import distributed, tracebacks
+from fsdp2kit.job.start import begin_start, describe_environment, lock_run_dir, start_job, write_record
 from tests.workers import WorkerPool
 
 HOLD = """
 import sys, subprocess
 from pathlib import Path
-from fsdp2kit.job import lock_run_dir
+from fsdp2kit.job.start import lock_run_dir
 with lock_run_dir(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "60"])  # as data workers may outlive a killed rank
     print(child.pid, flush=True)

@@ -14,7 +14,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.redaction import cleaned, without_secrets
+from fsdp2kit.files.redaction import cleaned, without_secrets
 
 SECRET = "Zq9vX2mLk8TrW4bN"
 BASIC = base64.b64encode(b"user:Zq9vX2mLk8TrW4bN").decode()

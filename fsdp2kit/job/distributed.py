@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit import failures, status, torchrun
 from fsdp2kit.console import show
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.stop import Stopped
+from fsdp2kit.job import lost_ranks, meeting, status
+from fsdp2kit.job.stop import Stopped
+from fsdp2kit.job.tracebacks import write_traceback
 from fsdp2kit.torch_compat import all_gather_single, sharded_where_it_lies, timeout_of
-from fsdp2kit.tracebacks import write_traceback
 
 T = TypeVar("T")
 
@@ -93,9 +93,9 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
-        torchrun.watch()
+        meeting.watch()
         if "MASTER_ADDR" in os.environ:
-            store = torchrun.meet(backend, rank=rank, size=size, timeout=timeout)
+            store = meeting.meet(backend, rank=rank, size=size, timeout=timeout)
         elif size > 1:
             todo = "start the run with torchrun, or take WORLD_SIZE out of the environment"
             raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
@@ -107,7 +107,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     if size > 1:
         status.watch_waiting()
     if store is not None and size > 1:
-        failures.watch(store, rank=rank, hosts=hosts, minutes=timeout_minutes, asks=on_cuda)
+        lost_ranks.watch(store, rank=rank, hosts=hosts, minutes=timeout_minutes, asks=on_cuda)
     if not on_cuda:
         return World(rank, size, local_rank, local_size, torch.device("cpu"), hosts)
     with agreement():
@@ -162,7 +162,7 @@ def stop() -> None:
     global _hosts
     _hosts = ()
     atexit.unregister(_stop_at_exit)
-    failures.stop()
+    lost_ranks.stop()
     status.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -270,7 +270,7 @@ def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False
     if code == 1:
         write_traceback("".join(traceback.format_exception(problem)))
     if alone:
-        failures.announce(problem)
+        lost_ranks.announce(problem)
     else:
         agree()
     os._exit(code)

@@ -28,19 +28,19 @@ import tomli
 import torch
 
 import fsdp2kit
-from fsdp2kit import distributed, status, stop, tracebacks
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import heard_by, say
-from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.events import Events, changes, flat
-from fsdp2kit.files import load_json, open_own, read_json_object, read_regular, read_text, replace_file
-from fsdp2kit.hosts import check_hosts
-from fsdp2kit.parallel.layout import Layout
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
-from fsdp2kit.redaction import cleaned, without_secrets
-from fsdp2kit.stop import Stopped
+from fsdp2kit.files.local import load_json, open_own, read_json_object, read_regular, read_text, replace_file
+from fsdp2kit.files.redaction import cleaned, without_secrets
+from fsdp2kit.job import distributed, status, stop, tracebacks
+from fsdp2kit.job.distributed import World, agreement
+from fsdp2kit.job.events import Events, changes, flat
+from fsdp2kit.job.hosts import check_hosts
+from fsdp2kit.job.layout import Layout
+from fsdp2kit.job.mesh import Mesh, build_mesh
+from fsdp2kit.job.stop import Stopped
 
 logger = logging.getLogger(__name__)
 

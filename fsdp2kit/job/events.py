@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit import status
-from fsdp2kit.files import load_json, open_own, open_regular
+from fsdp2kit.files.local import load_json, open_own, open_regular
+from fsdp2kit.job import status
 
 logger = logging.getLogger(__name__)
 

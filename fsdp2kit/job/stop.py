@@ -1,11 +1,11 @@
 """Whether a run is asked to stop: by a signal, by the end of what started it, by its time limit, or on another rank.
 
-A thread hears signals at once, also while the main thread computes or waits in a collective. It prints a line. Work
-that takes long asks `requested` where it can be left, and raises `Stopped`; `fsdp2kit.distributed.agreement` makes all
-ranks raise it. The training loop then saves a checkpoint.
+A thread hears signals at once, also while the main thread computes or waits in a collective. It prints a line.
+Work that takes long asks `requested` where it can be left, and raises `Stopped`. `agreement` of `job/distributed.py`
+makes all ranks raise it. The training loop then saves a checkpoint.
 
 Until the first step of a start changes the model (`begin_to_change`) there is nothing to save, so a run ends wherever
-it is: one rank by an exception in its main thread, several once all of them know (`fsdp2kit.failures`).
+it is: one rank by an exception in its main thread, several once all of them know (`fsdp2kit.job.lost_ranks`).
 
 torch is not imported here: signals are heard while it is imported.
 """
@@ -24,7 +24,8 @@ from types import FrameType
 from typing import NoReturn
 
 import fsdp2kit
-from fsdp2kit import console, status
+from fsdp2kit import console
+from fsdp2kit.job import status
 
 # What schedulers, Ctrl-C and a terminal that closes send.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -187,7 +188,7 @@ class StopRequest:
     def _end_start(self, seconds: float) -> None:
         """End this process if its main thread has not done so in time.
 
-        Ranks that share requests end together: `fsdp2kit.failures` sees to it.
+        Ranks that share requests end together: `fsdp2kit.job.lost_ranks` sees to it.
 
         Args:
             seconds: since the request.

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit import launcher, stop
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.config.rl_schema import WeightSyncConfig
+from fsdp2kit.job import launcher, stop
+from fsdp2kit.job.stop import Stopped, StopRequest
 from fsdp2kit.report.read import read_run
 from fsdp2kit.rl.server import Server
-from fsdp2kit.stop import Stopped, StopRequest
 from tests.checkpoint.test_chaos import DEMO, TOML
 from tests.reference import full
 from tests.workers import ending, start_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOON = 60  # seconds: it takes 2, on a machine that does nothing else; each phase below lasts longer
 
 # A recipe in which one function is slow from its n-th call on, and says so in a file.

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fsdp2kit.models_table import COLUMNS, EXACT, MARK, row_of, table
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.reference import full
+from tools.models import COLUMNS, EXACT, MARK, row_of, table
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 

@@ -16,7 +16,7 @@ from fsdp2kit.data.tables import start_workers
 from tests.reference import full
 from tests.workers import FORKS, start_command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 ENDING = """
 import atexit, sys, threading, time
@@ -40,7 +40,7 @@ print("error", file=sys.stderr)
     ("end", "words"),
     [
         ("sys.exit(3)", "main thread atexit torn down"),
-        ("from fsdp2kit.distributed import end_process; end_process(3)", "main thread atexit"),
+        ("from fsdp2kit.job.distributed import end_process; end_process(3)", "main thread atexit"),
     ],
 )
 def test_it_ends_as_exit_does_but_for_the_teardown(end: str, words: str) -> None:
@@ -57,7 +57,7 @@ def test_it_ends_as_exit_does_but_for_the_teardown(end: str, words: str) -> None
 def test_an_idle_pool_of_threads_is_not_waited_for() -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
-from fsdp2kit.distributed import end_process
+from fsdp2kit.job.distributed import end_process
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "worked").result()
 end_process(3)
@@ -71,7 +71,7 @@ end_process(3)
 def test_a_reader_that_has_left_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    code = "from fsdp2kit.distributed import end_process\nprint('x')\nend_process(0)"
+    code = "from fsdp2kit.job.distributed import end_process\nprint('x')\nend_process(0)"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", code],

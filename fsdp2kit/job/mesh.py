@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2kit.config.checks import MeshSizes, resolve_mesh, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
-from fsdp2kit.distributed import World, reduce_numbers
+from fsdp2kit.job.distributed import World, reduce_numbers
 from fsdp2kit.torch_compat import timeout_of
 
 # Each job's groups by dimension and ranks: a job that builds many meshes (`fsdp2kit parity`) makes each group once.

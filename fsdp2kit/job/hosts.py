@@ -23,8 +23,8 @@ import torch.distributed as dist
 import fsdp2kit
 from fsdp2kit.config.local_paths import flat_settings, input_paths, shared_directories
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import World, agreement
 
 SHARE = 'put it on a disk that all hosts share, or use URLs: checkpoint.dir and checkpoint.export_dir = "s3://…"'
 _COPY = "copy it to every host, or put it on a disk that all of them share"

@@ -7,10 +7,10 @@ import platform
 from datetime import datetime, timezone
 from pathlib import Path
 
-from fsdp2kit import status
 from fsdp2kit.console import visible
-from fsdp2kit.files import open_own
-from fsdp2kit.redaction import without_secrets
+from fsdp2kit.files.local import open_own
+from fsdp2kit.files.redaction import without_secrets
+from fsdp2kit.job import status
 
 _folder: Path | None = None
 

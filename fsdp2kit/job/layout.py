@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fsdp2kit.config.checks import HYBRID, MeshSizes, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.console import counted
-from fsdp2kit.distributed import ranks_per_node
+from fsdp2kit.job.distributed import ranks_per_node
 
 _MOST_ROWS, _MOST_CELLS = 5, 16  # of the drawing
 

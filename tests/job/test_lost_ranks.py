@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit import distributed, failures, status, tracebacks
-from fsdp2kit.diagnosis import Report, name_ranks
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.failures import Watch
-from fsdp2kit.status import Position
+from fsdp2kit.job import distributed, lost_ranks, status, tracebacks
+from fsdp2kit.job.lost_ranks import Report, Watch, name_ranks
+from fsdp2kit.job.status import Position
 from tests.checkpoint.test_chaos import TOML
+from tests.job.test_signals import steps_done
 from tests.reference import full, slow
-from tests.test_signals import steps_done
 from tests.workers import ending, start_ranks
 
 HOST = platform.node()
@@ -68,7 +67,7 @@ def start(
     Returns:
         The ranks, their logs and the run directory.
     """
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     (folder / "own.py").write_text(RECIPE.format(root=root, act=act, where=where, rank=rank))
     (folder / "run.toml").write_text(TOML.replace('recipe = "sft"', 'recipe = "own.py"'))
     fixed = ["train.steps=1000000", f"run.dir={folder / 'run'}", "checkpoint.every=0", "data.prefetch=0"]
@@ -250,12 +249,12 @@ class Gone:
 def test_a_store_that_is_gone_is_said_once_a_host(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr(failures, "_CLIENT_SECONDS", 1.0)
+    monkeypatch.setattr(lost_ranks, "_CLIENT_SECONDS", 1.0)
     watches = [watch_of(store, rank) for rank in (1, 2, 3)]
     for watch in watches:
         watch._over.set()
         watch.period, watch._store = 0.01, Gone(answers)  # type: ignore[assignment]
-    monkeypatch.setattr(failures, "_CLIENT_SECONDS", 0.1)
+    monkeypatch.setattr(lost_ranks, "_CLIENT_SECONDS", 0.1)
     lines = [watch.explain(RuntimeError("gloo/transport")) for watch in watches]
     assert "rank 0 on a, to which all ranks report, does not answer; " in lines[0]
     assert lines[1:] == [lines[0], ""]
@@ -278,7 +277,7 @@ def test_a_rank_that_is_stuck_while_it_handles_an_error_ends(
 ) -> None:
     """After run.timeout_minutes, 0.6 s here; the store may have ended with rank 0 by then."""
     ended: list[int] = []
-    monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(lost_ranks, "_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._over.set()))
     watch = watch_of(store, 2)
     try:
@@ -300,7 +299,7 @@ def test_an_error_that_every_rank_raises_is_not_told_of_one(
 ) -> None:
     """Rank 1 has ended with it; rank 0 still closes what is open, and then shows its own traceback."""
     ended: list[int] = []
-    monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(lost_ranks, "_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(os, "_exit", ended.append)
     watch = watch_of(store, 0)
     watch._minutes = 1
@@ -382,10 +381,10 @@ def test_a_rank_that_waits_for_ever_after_a_lost_one_ends(
     watch._over.set()
     store.set("fsdp2kit/line", "step 3: rank 2 on b gives no sign of life")
     for name, value in (("_watch", watch), ("_LOST_SECONDS", 0.1), ("_ending", threading.Lock())):
-        monkeypatch.setattr(failures, name, value)
+        monkeypatch.setattr(lost_ranks, name, value)
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
-        failures.outlive_torchrun(RuntimeError("gloo/transport"), is_lost=True)
+        lost_ranks.outlive_torchrun(RuntimeError("gloo/transport"), is_lost=True)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         assert eventually(lambda: ended == [1])
     finally:
@@ -402,7 +401,7 @@ def test_what_nccls_watchdog_finds_is_explained_and_ends_the_rank(
     monkeypatch.setattr(tracebacks, "_folder", tmp_path)
     monkeypatch.setenv("RANK", "0")
     for name, value in (("nccl_error", lambda: found[0]), ("_ending", threading.Lock())):
-        monkeypatch.setattr(failures, name, value)
+        monkeypatch.setattr(lost_ranks, name, value)
     monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._over.set()))
     for rank in (1, 2, 3):
         store.set(f"fsdp2kit/rank/{rank}", Report(Position(9, 12, "", "backward"), beat=5).encode())
@@ -424,7 +423,7 @@ def test_what_nccls_watchdog_finds_is_explained_and_ends_the_rank(
 
 def test_no_thread_is_left_after_the_end(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    monkeypatch.setattr(failures, "_watch", watch_of(store, 1))
+    monkeypatch.setattr(lost_ranks, "_watch", watch_of(store, 1))
     status.watch_waiting()
     names = {thread.name for thread in set(threading.enumerate()) - before}
     assert {"fsdp2kit-status", "fsdp2kit-waiting"} <= names

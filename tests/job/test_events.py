@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.console import heard_by, say
-from fsdp2kit.events import Events, changes, flat
+from fsdp2kit.job.events import Events, changes, flat
 
 logger = logging.getLogger("fsdp2kit.somewhere")
 
@@ -70,7 +70,7 @@ def test_a_full_disk_is_one_warning(
     def refuse(handle: int, line: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fsdp2kit.events.os.write", refuse)
+    monkeypatch.setattr("fsdp2kit.job.events.os.write", refuse)
     events = Events(is_kept=True)
     events.open_in(tmp_path, start=1)
     for step in (1, 2):

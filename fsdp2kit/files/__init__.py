@@ -1,0 +1,1 @@
+"""Files and texts that leave the process: replaced whole, read with one kind of error, and without secrets."""

@@ -1,0 +1,1 @@
+"""A job: its ranks and groups, how they meet and end, hosts, the run directory, events, progress."""
