@@ -1,4 +1,4 @@
-"""A row's columns by our names for them, and the errors of columns that are missing, or that would go unread.
+"""Columns of a row that its format does not read: which are refused, and which are named at the start.
 
 A column that changes what is learnt, or what the model sees before it, must be read, or the row is refused. Which
 columns these are is in `fsdp2kit.data.names`.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from fsdp2kit.config.data_schema import ASKED, COLUMNS, ColumnsConfig, DataConfig, DataFormat
+from jinja2 import Environment, TemplateSyntaxError, meta
+
+from fsdp2kit.config.data_schema import ASKED, COLUMNS, DataFormat
+from fsdp2kit.data.conversation import RowColumns
 from fsdp2kit.data.messages import messages_in
 from fsdp2kit.data.names import (
-    ALSO,
-    CONVERSATIONS,
     CUMULATIVE,
-    FLAGS,
     FUNCTIONS,
     LENGTHS,
     MASKS,
@@ -31,7 +31,7 @@ from fsdp2kit.data.names import (
     Refused,
     When,
 )
-from fsdp2kit.data.rows import Row, parsed
+from fsdp2kit.data.template import Tokenizer, mark_answers
 from fsdp2kit.errors import UserError
 
 # Columns without which a row is an error of its own, which names the nearest one.
@@ -42,189 +42,18 @@ _ALIKE = 0.9  # similarity of names
 _SHORTEST_ALIKE = 7  # letters from which on it counts
 
 
-class RowColumns:
-    """A row's columns by our names for them, and the errors about a column that is missing.
-
-    Args:
-        columns: of the row, by the data's names.
-        where: names the row in errors.
-        named: what ``[data.columns]`` calls columns, by our names.
-        block: the columns of the rows that are read together, with this one.
-        follows: whether rows before the block have the columns of ``section``.
-    """
-
-    def __init__(
-        self,
-        columns: dict[str, Any],
-        where: str,
-        section: DataConfig,
-        *,
-        named: Mapping[str, str],
-        block: Sequence[dict[str, Any]],
-        follows: bool,
-    ) -> None:
-        self.where = where
-        self.section = section
-        self.whole = columns
-        """All columns, by the data's names."""
-        self.all = columns
-        """Those that `data.columns.ignore` does not pass over."""
-        if section.columns.ignore:
-            self.all = {name: value for name, value in columns.items() if name not in section.columns.ignore}
-        self.named = named
-        self._block = block
-        self._follows = follows
-
-    def called(self, name: str) -> str:
-        """The data's name for our column ``name``."""
-        return self.named.get(name) or name
-
-    def get(self, name: str) -> Any:
-        """A column's value; None if the row has none."""
-        return self.all.get(self.called(name))
-
-    def is_named(self, name: str) -> bool:
-        """Whether ``[data.columns]`` says what the column is called."""
-        return name in self.named
-
-    def given(self, name: str) -> Any:
-        """An optional column's value; the column is required if ``[data.columns]`` names it."""
-        return self[name] if self.is_named(name) else self.get(name)
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise self.missing(name)
-        return value
-
-    def from_json(self, name: str) -> Any:
-        """A column by the data's name for it. A text that begins like a list or an object is read as JSON."""
-        value = self.all.get(name)
-        is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-        return parsed(value, self.where, name) if is_json else value
-
-    def conversations(self) -> list[str]:
-        """The data's names of the columns with a conversation, without those that this row lacks."""
-        names = (self.called("messages"),) if self.is_named("messages") else CONVERSATIONS
-        return [name for name in names if self.all.get(name) is not None]
-
-    def masks(self, count: int, items: str) -> dict[str, list[bool]]:
-        """What the row's masks say is learnt, by the data's names: the mask that is named, or all known ones.
-
-        Args:
-            count: entries that each must have.
-            items: what these stand for, for errors: "messages", "input_ids".
-        """
-        is_named = self.is_named("loss_mask")
-        if is_named:
-            self["loss_mask"]  # required
-            names = [self.called("loss_mask")]
-        else:
-            names = [name for name in _MASK_NAMES if self.all.get(name) is not None]
-        found = {}
-        for name in names:
-            value = self.from_json(name)
-            if name not in MASKS and not isinstance(value, list) and not is_named:
-                continue  # it speaks of the whole row, and is no mask
-            found[name] = _zeros_and_ones(value, name, self.where)
-            if len(value) != count:
-                what = f"{name} has {len(value)} entries for {count} {items}"
-                todo = f'give one for each, or set data.columns.ignore = ["{name}"]'
-                if items == "messages" and self.all.get("input_ids") is not None:
-                    todo = f'{todo}; rows that are tokenised already are data.format = "tokens"'
-                raise UserError(self.where, what, todo)
-        return found
-
-    def ambiguous(self, *choices: tuple[str, str]) -> UserError:
-        """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
-        names = " and ".join(repr(name) for _, name in choices)
-        todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
-        return UserError(self.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
-
-    def missing(self, column: str) -> UserError:
-        """The error of a row without a required column; its advice fits all rows of the block."""
-        name = self.called(column)
-        names = [other for other, value in self.all.items() if value is not None]
-        has = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
-        rows = self.rows_with(column)
-        others_have = self._follows or bool(rows)
-        if others_have:  # a misspelt name is not a column of theirs
-            near = _nearest(column, name, [one for one in names if not any(one in row for row in rows)])
-            what = f"{has}, and other rows have one"
-            todo = f"rename {near!r}, or drop the row" if near else "add it, or drop the row"
-        else:
-            everywhere = [one for one in names if all(row.get(one) is not None for row in self._block)]
-            near = _nearest(column, name, everywhere)
-            if column in ColumnsConfig.model_fields:
-                todo = f'set data.columns.{column} = "{near or "…"}"'
-                guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
-            else:  # the format reads it under this name alone
-                guess = f"did you mean {near!r}? Rename it" if near else "add the column"
-            # Recipes that learn from pairs of answers, or from prompts, take no other format.
-            is_fixed = self.section.format in ("preference", "prompts")
-            rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
-            what = has
-            todo = f"{guess}, or {rest}"
-        if name in self.all and (others_have or near is None):
-            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
-        return UserError(self.where, what, todo)
-
-    def rows_with(self, column: str) -> list[dict[str, Any]]:
-        """The columns of those rows of the block that have a column which this row lacks."""
-        names = {self.called(column)}
-        if column == "messages" and not self.is_named(column):
-            names |= set(CONVERSATIONS)
-        return [row for row in self._block if any(row.get(name) is not None for name in names)]
-
-
-_MASK_NAMES = tuple(dict.fromkeys((*MASKS, *WEIGHTS, *FLAGS)))
-
-
-def read_columns(rows: Sequence[Row], section: DataConfig, *, follows: bool = False) -> list[RowColumns]:
-    """The columns of rows that are read together.
-
-    Args:
-        section: its `format`, `columns` and `train_on` are read.
-        follows: whether rows before these have its columns.
-    """
-    named = section.columns.model_dump(exclude_none=True, exclude={"ignore"})
-    block = [row.parse() for row in rows]
-    return [
-        RowColumns(columns, row.where, section, named=named, block=block, follows=follows)
-        for columns, row in zip(block, rows, strict=True)
-    ]
-
-
-def _zeros_and_ones(value: Any, name: str, where: str) -> list[bool]:
-    """A mask: a list of 0 and 1, also as truth values or floats."""
-    todo = f"give {name} as a list of 0 and 1"
-    if not isinstance(value, list):
-        raise UserError(where, f"{name} is of type {type(value).__name__}", todo)
-    for at, one in enumerate(value):
-        if not isinstance(one, (bool, int, float)) or one not in (0, 1):
-            raise UserError(
-                where, f"{name}[{at}] is {one!r}, and a token or turn is learnt wholly or not at all", todo
-            )
-    return [one == 1 for one in value]
-
-
-def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
-    """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
-    alike = [one for one in names if one.lower() in ALSO.get(column, ()) or column in one.lower().split("_")]
-    return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
-
-
-def check_columns(row: RowColumns, *, variables: frozenset[str]) -> None:
+def check_columns(row: RowColumns, *, tokenizer: Tokenizer | None) -> None:
     """Refuse a row with a column that changes what is learnt, or what the model sees before it, and is not read.
 
     Args:
-        variables: those that the chat template reads beside the messages; none if it does not render the row.
+        tokenizer: its chat template reads variables beside the messages; None if it does not render the row.
 
     Raises:
         UserError: it names the row and the column.
     """
     format = row.section.format
     read = _names_read(row)
+    variables = frozenset() if tokenizer is None else _variables_of(tokenizer)
     for name in _suspects(format, tuple(row.all), read, variables):
         value = row.all[name]
         is_read = name in read and (name not in WEIGHTS or _is_list(row, name, value))
@@ -248,6 +77,25 @@ def unread_columns(row: RowColumns) -> list[str]:
         return []
     read = _names_read(row)
     return [name for name, value in row.all.items() if name not in read and not _is_empty(value)]
+
+
+def _variables_of(tokenizer: Tokenizer) -> frozenset[str]:
+    """The variables that a chat template reads beside messages, tools and special tokens, and does not set itself."""
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError:  # several templates without a default, or none
+        return frozenset()
+    return _variables_in(source).difference(tokenizer.special_tokens_map)
+
+
+@lru_cache(maxsize=16)
+def _variables_in(source: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
+    except TemplateSyntaxError:  # rendering reports it
+        return frozenset()
+    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
 
 
 def _refusal(row: RowColumns, what: str, todo: str, name: str) -> UserError:

@@ -1,37 +1,34 @@
-"""A row's columns → what it says: conversations, or plain texts outside any chat template.
+"""A row → its columns by our names → what it says: conversations, or plain texts outside any chat template.
 
 Each format reads other columns (`fsdp2kit.config.data_schema.COLUMNS`). No chat template is asked here.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fsdp2kit.config.data_schema import COLUMNS, DataConfig
-from fsdp2kit.data.columns import RowColumns
+from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.messages import (
-    Message,
     Messages,
     check_messages,
-    check_tools,
-    learnt_by,
+    learnt_turns,
+    marks_of,
     media_in,
     messages_in,
     no_media,
     same_at_start,
 )
-from fsdp2kit.data.names import ALSO, FUNCTIONS
+from fsdp2kit.data.names import ALSO, CONVERSATIONS, FLAGS, FUNCTIONS, MASKS, WEIGHTS
 from fsdp2kit.data.rows import Row, parsed, without_none
 from fsdp2kit.errors import UserError
-
-TrainOn = Literal["assistant", "all", "last"]
 
 WRAPPED = ("prompt_completion", "preference")
 """Formats with plain texts that `data.wrap` puts into the chat template."""
@@ -77,6 +74,178 @@ class PlainText(NamedTuple):
 def answers_per_row(section: DataConfig) -> int:
     """Answers that a row has, each tokenised with its prompt: 2 for preferences, the better one first; otherwise 1."""
     return 2 if section.format == "preference" else 1
+
+
+class RowColumns:
+    """A row's columns by our names for them, and the errors about a column that is missing.
+
+    Args:
+        columns: of the row, by the data's names.
+        where: names the row in errors.
+        named: what ``[data.columns]`` calls columns, by our names.
+        block: the columns of the rows that are read together, with this one.
+        follows: whether rows before the block have the columns of ``section``.
+    """
+
+    def __init__(
+        self,
+        columns: dict[str, Any],
+        where: str,
+        section: DataConfig,
+        *,
+        named: Mapping[str, str],
+        block: Sequence[dict[str, Any]],
+        follows: bool,
+    ) -> None:
+        self.where = where
+        self.section = section
+        self.whole = columns
+        """All columns, by the data's names."""
+        self.all = columns
+        """Those that `data.columns.ignore` does not pass over."""
+        if section.columns.ignore:
+            self.all = {name: value for name, value in columns.items() if name not in section.columns.ignore}
+        self.named = named
+        self._block = block
+        self._follows = follows
+
+    def called(self, name: str) -> str:
+        """The data's name for our column ``name``."""
+        return self.named.get(name) or name
+
+    def get(self, name: str) -> Any:
+        """A column's value; None if the row has none."""
+        return self.all.get(self.called(name))
+
+    def is_named(self, name: str) -> bool:
+        """Whether ``[data.columns]`` says what the column is called."""
+        return name in self.named
+
+    def given(self, name: str) -> Any:
+        """An optional column's value; the column is required if ``[data.columns]`` names it."""
+        return self[name] if self.is_named(name) else self.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise self.missing(name)
+        return value
+
+    def from_json(self, name: str) -> Any:
+        """A column by the data's name for it. A text that begins like a list or an object is read as JSON."""
+        value = self.all.get(name)
+        is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+        return parsed(value, self.where, name) if is_json else value
+
+    def conversations(self) -> list[str]:
+        """The data's names of the columns with a conversation, without those that this row lacks."""
+        names = (self.called("messages"),) if self.is_named("messages") else CONVERSATIONS
+        return [name for name in names if self.all.get(name) is not None]
+
+    def masks(self, count: int, items: str) -> dict[str, list[bool]]:
+        """What the row's masks say is learnt, by the data's names: the mask that is named, or all known ones.
+
+        Args:
+            count: entries that each must have.
+            items: what these stand for, for errors: "messages", "input_ids".
+        """
+        is_named = self.is_named("loss_mask")
+        if is_named:
+            self["loss_mask"]  # required
+            names = [self.called("loss_mask")]
+        else:
+            names = [name for name in _MASK_NAMES if self.all.get(name) is not None]
+        found = {}
+        for name in names:
+            value = self.from_json(name)
+            if name not in MASKS and not isinstance(value, list) and not is_named:
+                continue  # it speaks of the whole row, and is no mask
+            found[name] = _zeros_and_ones(value, name, self.where)
+            if len(value) != count:
+                what = f"{name} has {len(value)} entries for {count} {items}"
+                todo = f'give one for each, or set data.columns.ignore = ["{name}"]'
+                if items == "messages" and self.all.get("input_ids") is not None:
+                    todo = f'{todo}; rows that are tokenised already are data.format = "tokens"'
+                raise UserError(self.where, what, todo)
+        return found
+
+    def ambiguous(self, *choices: tuple[str, str]) -> UserError:
+        """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
+        names = " and ".join(repr(name) for _, name in choices)
+        todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
+        return UserError(self.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
+
+    def missing(self, column: str) -> UserError:
+        """The error of a row without a required column; its advice fits all rows of the block."""
+        name = self.called(column)
+        names = [other for other, value in self.all.items() if value is not None]
+        has = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
+        rows = self.rows_with(column)
+        others_have = self._follows or bool(rows)
+        if others_have:  # a misspelt name is not a column of theirs
+            near = _nearest(column, name, [one for one in names if not any(one in row for row in rows)])
+            what = f"{has}, and other rows have one"
+            todo = f"rename {near!r}, or drop the row" if near else "add it, or drop the row"
+        else:
+            everywhere = [one for one in names if all(row.get(one) is not None for row in self._block)]
+            near = _nearest(column, name, everywhere)
+            if column in ColumnsConfig.model_fields:
+                todo = f'set data.columns.{column} = "{near or "…"}"'
+                guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            else:  # the format reads it under this name alone
+                guess = f"did you mean {near!r}? Rename it" if near else "add the column"
+            # Recipes that learn from pairs of answers, or from prompts, take no other format.
+            is_fixed = self.section.format in ("preference", "prompts")
+            rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
+            what = has
+            todo = f"{guess}, or {rest}"
+        if name in self.all and (others_have or near is None):
+            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
+        return UserError(self.where, what, todo)
+
+    def rows_with(self, column: str) -> list[dict[str, Any]]:
+        """The columns of those rows of the block that have a column which this row lacks."""
+        names = {self.called(column)}
+        if column == "messages" and not self.is_named(column):
+            names |= set(CONVERSATIONS)
+        return [row for row in self._block if any(row.get(name) is not None for name in names)]
+
+
+_MASK_NAMES = tuple(dict.fromkeys((*MASKS, *WEIGHTS, *FLAGS)))
+
+
+def read_columns(rows: Sequence[Row], section: DataConfig, *, follows: bool = False) -> list[RowColumns]:
+    """The columns of rows that are read together.
+
+    Args:
+        section: its `format`, `columns` and `train_on` are read.
+        follows: whether rows before these have its columns.
+    """
+    named = section.columns.model_dump(exclude_none=True, exclude={"ignore"})
+    block = [row.parse() for row in rows]
+    return [
+        RowColumns(columns, row.where, section, named=named, block=block, follows=follows)
+        for columns, row in zip(block, rows, strict=True)
+    ]
+
+
+def _zeros_and_ones(value: Any, name: str, where: str) -> list[bool]:
+    """A mask: a list of 0 and 1, also as truth values or floats."""
+    todo = f"give {name} as a list of 0 and 1"
+    if not isinstance(value, list):
+        raise UserError(where, f"{name} is of type {type(value).__name__}", todo)
+    for at, one in enumerate(value):
+        if not isinstance(one, (bool, int, float)) or one not in (0, 1):
+            raise UserError(
+                where, f"{name}[{at}] is {one!r}, and a token or turn is learnt wholly or not at all", todo
+            )
+    return [one == 1 for one in value]
+
+
+def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
+    """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
+    alike = [one for one in names if one.lower() in ALSO.get(column, ()) or column in one.lower().split("_")]
+    return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
 
 
 def conversations_in(row: RowColumns) -> Sequence[Conversation | PlainText]:
@@ -139,7 +308,7 @@ def prompt_of(
     Raises:
         UserError: what a message says of whether it is learnt cannot be read.
     """
-    _marks(messages, where)
+    marks_of(messages, where)
     return Conversation(messages, where, tools, variables or {}, is_prompt=True)
 
 
@@ -353,8 +522,8 @@ def _conversation(row: RowColumns, messages: Messages, *, learn_from: int = 0) -
     """The messages with the row's ``tools`` and ``chat_template_kwargs``, and what is learnt of them."""
     variables = _variables(row)
     tools = _tools(row)
-    marks = _marks(messages, row.where)
-    turns = _learnt_turns(messages, marks, learn_from, row.section.train_on, row.where)
+    marks = marks_of(messages, row.where)
+    turns = learnt_turns(messages, marks, learn_from, row.section.train_on, row.where)
     return Conversation(messages, row.where, tools, variables, turns, learn_from, skips_turns=False in marks)
 
 
@@ -405,32 +574,18 @@ def _schemas(tools: Any) -> Any:
     return [one.get("function", one) if isinstance(one, Mapping) else one for one in tools]
 
 
-def _marks(messages: Sequence[Message], where: str) -> list[bool | None]:
-    """What each message says of whether it is learnt; None: nothing."""
-    return [learnt_by(message, where, f"messages[{at}]") for at, message in enumerate(messages)]
-
-
-def _learnt_turns(
-    messages: Sequence[Message], marks: Sequence[bool | None], learn_from: int, train_on: TrainOn, where: str
-) -> tuple[int, ...]:
-    """The assistant's turns that are learnt, by their indices.
-
-    Raises:
-        UserError: the messages allow no turn to be learnt, or a mark cannot be followed.
-    """
-    for at, (message, mark) in enumerate(zip(messages, marks, strict=True)):
-        its = f'messages[{at}] (role "{message["role"]}")'
-        if mark and message["role"] != "assistant" and train_on != "all":
-            what = f"{its} is marked as learnt, and only turns of the assistant are"
-            raise UserError(where, what, 'take the mark out, or set data.train_on = "all"')
-        if mark is False and train_on == "all":
-            what = f'{its} is marked as not learnt, and data.train_on = "all" learns every token'
-            raise UserError(where, what, 'set data.train_on = "assistant", or take the mark out')
-    found = [at for at, one in enumerate(messages) if one["role"] == "assistant" and at >= learn_from]
-    found = found[-1:] if train_on == "last" else found
-    learnt = tuple(at for at in found if marks[at] is not False)
-    if found and not learnt:
-        which = "the last turn" if train_on == "last" else "every turn"
-        what = f"{which} of the assistant is marked as not learnt, so the row has nothing to learn"
-        raise UserError(where, what, "drop the row, or mark a turn as learnt")
-    return learnt
+def check_tools(tools: Any, where: str) -> Any:
+    """Tool schemas as a list of objects; None without tools. Any part may be a string of JSON."""
+    if tools is None:
+        return None
+    tools = parsed(tools, where, "tools")
+    if not isinstance(tools, list):
+        return tools or None
+    tools = [parsed(tool, where, f"tools[{at}]") for at, tool in enumerate(tools)]
+    for at, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
+            parameters = parsed(function["parameters"], where, f"tools[{at}].parameters")
+            function = {**function, "parameters": parameters}
+            tools[at] = {**tool, "function": function} if "function" in tool else function
+    return tools or None

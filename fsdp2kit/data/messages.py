@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fsdp2kit.data.names import (
     ARGUMENTS,
@@ -43,6 +43,7 @@ from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
 Messages = list[Message]
+TrainOn = Literal["assistant", "all", "last"]
 
 BESIDE = ("tool_calls", *REASONING)
 """Fields with text of a turn, beside its content."""
@@ -133,23 +134,6 @@ def _call_without_none(call: Mapping[str, Any]) -> Message:
     elif "args" in kept and "arguments" not in kept:  # LangChain's
         kept["arguments"] = kept.pop("args")
     return kept
-
-
-def check_tools(tools: Any, where: str) -> Any:
-    """Tool schemas as a list of objects; None without tools. Any part may be a string of JSON."""
-    if tools is None:
-        return None
-    tools = parsed(tools, where, "tools")
-    if not isinstance(tools, list):
-        return tools or None
-    tools = [parsed(tool, where, f"tools[{at}]") for at, tool in enumerate(tools)]
-    for at, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-            parameters = parsed(function["parameters"], where, f"tools[{at}].parameters")
-            function = {**function, "parameters": parameters}
-            tools[at] = {**tool, "function": function} if "function" in tool else function
-    return tools or None
 
 
 def _read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
@@ -303,6 +287,37 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
         named = " and ".join(f"{key} = {json.dumps(message[key])}" for key in said)
         raise UserError(where, f"{name} has {named}, which contradict each other", "leave one of them out")
     return next(iter(said.values()), None)
+
+
+def marks_of(messages: Sequence[Message], where: str) -> list[bool | None]:
+    """What each message says of whether it is learnt; None: nothing."""
+    return [learnt_by(message, where, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def learnt_turns(
+    messages: Sequence[Message], marks: Sequence[bool | None], learn_from: int, train_on: TrainOn, where: str
+) -> tuple[int, ...]:
+    """The assistant's turns that are learnt, by their indices.
+
+    Raises:
+        UserError: the messages allow no turn to be learnt, or a mark cannot be followed.
+    """
+    for at, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+        its = f'messages[{at}] (role "{message["role"]}")'
+        if mark and message["role"] != "assistant" and train_on != "all":
+            what = f"{its} is marked as learnt, and only turns of the assistant are"
+            raise UserError(where, what, 'take the mark out, or set data.train_on = "all"')
+        if mark is False and train_on == "all":
+            what = f'{its} is marked as not learnt, and data.train_on = "all" learns every token'
+            raise UserError(where, what, 'set data.train_on = "assistant", or take the mark out')
+    found = [at for at, one in enumerate(messages) if one["role"] == "assistant" and at >= learn_from]
+    found = found[-1:] if train_on == "last" else found
+    learnt = tuple(at for at in found if marks[at] is not False)
+    if found and not learnt:
+        which = "the last turn" if train_on == "last" else "every turn"
+        what = f"{which} of the assistant is marked as not learnt, so the row has nothing to learn"
+        raise UserError(where, what, "drop the row, or mark a turn as learnt")
+    return learnt
 
 
 def is_text(field: str, value: Any, role: str = "") -> bool:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp2kit.data.conversation import Conversation, TrainOn
-from fsdp2kit.data.messages import BESIDE, Message, Messages, same_at_start
+from fsdp2kit.data.conversation import Conversation
+from fsdp2kit.data.messages import BESIDE, Message, Messages, TrainOn, same_at_start
 from fsdp2kit.data.names import REASONING
+from fsdp2kit.data.shown import settle
 from fsdp2kit.data.special import SpecialTokens, restored, special_tokens, without_quotes
-from fsdp2kit.data.template import CLOSE, OPEN, Template, Tokenizer, variables_of
+from fsdp2kit.data.template import CLOSE, OPEN, Template, Tokenizer
 from fsdp2kit.errors import UserError
 
 Span = tuple[int, int]  # characters [start, end)
@@ -79,21 +80,16 @@ class Rendered:
         return said
 
 
+@dataclass
 class Renderer:
     """A tokenizer's chat template and special tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    tokenizer: Tokenizer
 
     @functools.cached_property
     def special(self) -> SpecialTokens:
         """The tokenizer's special tokens."""
         return special_tokens(self.tokenizer)
-
-    @functools.cached_property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template reads beside messages, tools and special tokens."""
-        return variables_of(self.tokenizer)
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's text, which shows each text that its messages say.
@@ -108,7 +104,8 @@ class Renderer:
         is_prompt = conversation.is_prompt
         template = Template(self.tokenizer, tools=tools, variables=variables, where=conversation.where)
         fitted = template.fit([template.without_flags(message) for message in conversation.messages])
-        messages, text = template.settle(fitted, conversation.turns, prompt=is_prompt)
+        as_fitted = template.render(fitted, prompt=is_prompt)
+        messages, text = settle(template, fitted, as_fitted, conversation.turns, prompt=is_prompt)
         special = self.special
         values = [tools, variables, messages]
         changed, stand_ins, own_special = without_quotes(values, special, where=conversation.where)

@@ -14,41 +14,34 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.bounds import Unbounded, bounded, bounds
 from fsdp2kit.data.messages import (
-    CLOSING,
-    OPENING,
     Message,
-    empty_thought,
     is_text,
     shortened,
-    thought_in,
-    without_thoughts,
 )
 from fsdp2kit.data.names import FLAGS, OPPOSITE, PLAIN, REASONING, ROLES, STANDARD_ROLES
 from fsdp2kit.data.rows import parsed
-from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import gather_objects
 from fsdp2kit.job.events import began
 from fsdp2kit.model.tokenizer import facts_of, set_facts
 
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
-_SURE = 32  # letters of a text that does not stand in another one by chance
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
-_TODO = "set model.chat_template to a template that renders it, or take it out of the data"
+LEFT_OUT = "set model.chat_template to a template that renders it, or take it out of the data"
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -99,7 +92,7 @@ class Template:
         """Whether ``{% generation %}`` says where the assistant's text is."""
         self._tokens = tokenizer.special_tokens_map
         self._tools = tools
-        self._where = where
+        self.where = where
         self._context = {**self._tokens, **variables}
         # What answers are remembered for: all that a row adds to the template, but for its messages.
         self._key = (self.source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
@@ -134,14 +127,14 @@ class Template:
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
         except Unbounded as error:
             todo = "set model.chat_template to a template that ends, or drop the row"
-            raise Endless(self._where, f"the chat template does not end ({error})", todo) from None
+            raise Endless(self.where, f"the chat template does not end ({error})", todo) from None
         except SyntaxError as error:  # of Python, which Jinja compiles to
             what = f"the chat template cannot be run ({type(error).__name__}: {error})"
             raise UserError("model.chat_template", what, "nest it less, or choose another template") from None
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             what = f"the chat template refuses the messages ({error})"
             todo = "change the row to what the template accepts, or set model.chat_template"
-            raise UserError(self._where, what, todo) from None
+            raise UserError(self.where, what, todo) from None
         return texts[0]
 
     def fit(self, messages: list[Message]) -> list[Message]:
@@ -162,7 +155,7 @@ class Template:
         if self._tools:
 
             def shows_tools(text: str) -> bool:
-                return text != next(self._texts(messages, with_tools=False), None)
+                return text != next(self.texts(messages, with_tools=False), None)
 
             self._choose(("tools",), "the row's tools", [(True, messages)], shows_tools)
         for at, message in enumerate(messages):
@@ -176,120 +169,6 @@ class Template:
         names = [key for key in message if (key in FLAGS or key == OPPOSITE) and not _is_named(key, self.source)]
         return {key: value for key, value in message.items() if key not in names}
 
-    def settle(
-        self, messages: list[Message], learnt: Sequence[int], *, prompt: bool = False
-    ) -> tuple[list[Message], str]:
-        """The messages and their text, which shows each text that they say.
-
-        A text that is shown whole stays as it is. A thought that the template cuts out of a content, or writes behind
-        an empty one of its own, is moved to ``reasoning_content`` if it renders that.
-
-        Args:
-            learnt: indices of the turns that are learnt. Thoughts of the others may be left out.
-            prompt: append the generation prompt.
-
-        Raises:
-            UserError: the template leaves out a text.
-        """
-        text = self.render(messages, prompt=prompt)
-        said = said_in(messages, learnt)
-        is_whole = self._shows(messages, text, said, prompt=prompt)
-        moved = self._thoughts_moved(messages, learnt)
-        if moved is not messages:
-            other = next(self._texts(moved, prompt=prompt, keep_case=True), "")
-            # A text that is shown whole keeps each letter. Only an empty thought before it may go.
-            is_same = shows_all(other, said) and len(squeezed(other)) < len(squeezed(text))
-            if (is_same or not is_whole) and self._shows(moved, other, said_in(moved, learnt), prompt=prompt):
-                return moved, other
-        if is_whole:
-            return messages, text
-        for one in self._hidden(messages, said, prompt=prompt):
-            raise self._left_out(messages, one)
-        return messages, text
-
-    def _shows(self, messages: list[Message], text: str, said: Sequence[Said], *, prompt: bool) -> bool:
-        """Whether the messages' text shows all that they say.
-
-        A short thought may stand in it by chance, so it is tried.
-        """
-        if not shows_all(text, said):
-            return False
-        short = [one for one in said if one.path[0] in REASONING and len(one.text.strip()) < _SURE]
-        return not short or next(self._hidden(messages, short, prompt=prompt), None) is None
-
-    def _thoughts_moved(self, messages: list[Message], learnt: Sequence[int]) -> list[Message]:
-        """The messages with the thoughts that learnt contents begin with as a field, by the template's name for it."""
-        for at in learnt:
-            content = messages[at].get("content")
-            found = self._thought_in(messages, at, content) if isinstance(content, str) else None
-            lacks_field = (*self._key, "no reasoning", "tool_calls" in messages[at])
-            if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
-                continue
-            thought, rest = found
-            moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
-            try:
-                messages = self._fit_reasoning(moved, at, REASONING[0])
-            except Endless:
-                raise
-            except UserError:
-                self._answers[lacks_field] = True
-        return messages
-
-    def _thought_in(self, messages: list[Message], at: int, content: str) -> tuple[str, str] | None:
-        """The thought that a content begins with, also where the generation prompt opens it, and what follows it."""
-        found = thought_in(content)
-        if found is None and CLOSING in content and OPENING not in content:
-            asked = next(self._texts(messages[:at], prompt=True), "")
-            if asked.rstrip().endswith(OPENING):
-                found = thought_in(OPENING + content)
-        return found
-
-    def _hidden(self, messages: list[Message], said: Sequence[Said], *, prompt: bool = False) -> Iterator[Said]:
-        """Those of the texts that the template leaves out, found by trials: marks are put into them.
-
-        A text that cannot be tried, since the template refuses what is tried, counts as shown.
-        """
-        probed = messages
-        marks = []
-        for number, one in enumerate(said):
-            text = one.text
-            its = []
-            for place, (start, end) in reversed(list(enumerate(one.runs()))):
-                ends = [f"{_PROBE}{number}x{place}{side}" for side in "ab"]
-                text = f"{text[:start]}{ends[0]} {text[start:end]} {ends[1]}{text[end:]}"
-                its += ends
-            probed = one.replaced(probed, text)
-            marks.append(its)
-        shown = next(self._texts(probed, prompt=prompt), "")
-        for one, its in zip(said, marks, strict=True):
-            empty = "" if one.may_hide else empty_thought(one.text)
-            lacks_empty = bool(empty) and empty not in squeezed(shown)
-            may_be_hidden = not all(mark in shown for mark in its)
-            if lacks_empty or (may_be_hidden and self._is_hidden(messages, one, prompt=prompt)):
-                yield one
-
-    def _is_hidden(self, messages: list[Message], one: Said, *, prompt: bool) -> bool:
-        """Whether the template leaves out the beginning or the end of one of a text's pieces."""
-        for start, end in one.runs():
-            piece = one.text[start:end]
-            for marked in (f"{_PROBE} {piece}", f"{piece} {_PROBE}"):
-                probe = one.replaced(messages, one.text[:start] + marked + one.text[end:])
-                if any(_PROBE not in text for text in self._texts(probe, prompt=prompt)):
-                    return True
-        return False
-
-    def _left_out(self, messages: list[Message], one: Said) -> UserError:
-        """The error of a text that the template leaves out."""
-        is_thought = one.path[0] in REASONING or bool(without_thoughts(one.text))
-        what = f"the chat template leaves out {'the thought in ' if is_thought else ''}{one.name}"
-        if not is_thought:
-            return UserError(self._where, f"{what}: {shortened(one.text.strip())}", _TODO)
-        until = messages[: one.at + 1]
-        is_earlier = one.at + 1 < len(messages) and not list(self._hidden(until, [one]))
-        last = 'set data.train_on = "last" to learn the last answer of each row, ' if is_earlier else ""
-        keeps = 'set model.chat_template to a template that keeps all thoughts, such as "chatml"'
-        return UserError(self._where, what, f"{last}{keeps}, or take the thought out of the data")
-
     def _check_parts(self, at: int, message: Message) -> None:
         """Refuse parts of a type that the template does not name."""
         content = message.get("content")
@@ -297,7 +176,7 @@ class Template:
             kind = part.get("type") or "unknown"
             if kind != "text" and not _is_named(str(kind), self.source):
                 what = f"messages[{at}].content[{number}] is of type {kind}, which neither this nor the template reads"
-                raise UserError(self._where, what, 'make it a part of type "text", or drop it')
+                raise UserError(self.where, what, 'make it a part of type "text", or drop it')
 
     def _check_fields(self, messages: list[Message], at: int, message: Message) -> None:
         """Refuse a field that holds a text, unless the template reads it."""
@@ -310,7 +189,7 @@ class Template:
                 continue
 
             def is_read(text: str, name: str = name) -> bool:
-                return text != next(self._texts(_replaced(messages, at, {name: None})), None)
+                return text != next(self.texts(_replaced(messages, at, {name: None})), None)
 
             what = f"messages[{at}].{name}, which is {shortened(value)}"
             self._choose(("field", role, name), what, [(True, messages)], is_read)
@@ -342,16 +221,16 @@ class Template:
             return self._answers[key]
         rendered = False
         for option, probe in probes:
-            for text in self._texts(probe, probe[: at + 1 or None]):
+            for text in self.texts(probe, probe[: at + 1 or None]):
                 rendered = True
                 if is_whole(text):
                     self._answers[key] = option
                     return option
         if rendered:
-            raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
+            raise UserError(self.where, f"the chat template leaves out {what}", LEFT_OUT)
         return None
 
-    def _texts(
+    def texts(
         self, *conversations: list[Message], with_tools: bool = True, prompt: bool = False, keep_case: bool = False
     ) -> Iterator[str]:
         """The texts of the conversations that the template accepts, in lower case: templates may change the case."""
@@ -384,7 +263,7 @@ class Template:
             if near
             else f"use {', '.join(STANDARD_ROLES)}, or a template that names the role"
         )
-        raise UserError(self._where, f"messages[{at}] has the unknown role {role!r}", todo)
+        raise UserError(self.where, f"messages[{at}] has the unknown role {role!r}", todo)
 
     def _fit_calls(self, messages: list[Message]) -> list[Message]:
         calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -410,7 +289,7 @@ class Template:
         question = ("calls", several, bare, *sorted(blank))
         what = f"messages[{with_calls[0]}].tool_calls"
         form = self._choose(question, what, probes, is_whole, at=with_calls[-1])
-        return messages if form is None or {form} == forms else _rewritten(messages, form, self._where)
+        return messages if form is None or {form} == forms else _rewritten(messages, form, self.where)
 
     def _fit_reasoning(self, messages: list[Message], at: int, name: str) -> list[Message]:
         names = dict.fromkeys((name, *REASONING))
@@ -421,6 +300,23 @@ class Template:
         if chosen in (None, name):
             return messages
         return _replaced(messages, at, {name: None, chosen: messages[at][name]})
+
+    def with_thought_apart(self, messages: list[Message], at: int, thought: str, rest: str) -> list[Message]:
+        """The messages with the thought in a content as a field, by the template's name for it.
+
+        They are returned as they are if the template renders no such field.
+        """
+        lacks_field = (*self._key, "no reasoning", "tool_calls" in messages[at])
+        if lacks_field in self._answers:
+            return messages
+        moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
+        try:
+            return self._fit_reasoning(moved, at, REASONING[0])
+        except Endless:
+            raise
+        except UserError:
+            self._answers[lacks_field] = True
+            return messages
 
     def _fit_content(self, messages: list[Message], at: int) -> list[Message]:
         message = messages[at]
@@ -528,25 +424,6 @@ def mark_answers(template: str) -> str | None:
         return None
     template = _END_GENERATION.sub(r"{%\1 endcall \2%}", template)
     return _MACRO + _GENERATION.sub(r"{%\1 call fsdp2kit_span() \2%}", template)
-
-
-def variables_of(tokenizer: Tokenizer) -> frozenset[str]:
-    """The variables that a chat template reads beside messages, tools and special tokens, and does not set itself."""
-    try:
-        source = tokenizer.get_chat_template()
-    except ValueError:  # several templates without a default, or none
-        return frozenset()
-    return _variables_in(source).difference(tokenizer.special_tokens_map)
-
-
-@lru_cache(maxsize=16)
-def _variables_in(source: str) -> frozenset[str]:
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
-    except TemplateSyntaxError:  # rendering reports it
-        return frozenset()
-    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
 
 
 # The day that chat templates write: that on which the run first began, on every rank and after every resume. Templates

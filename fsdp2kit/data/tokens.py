@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdp2kit.config.data_schema import DataConfig
-from fsdp2kit.data.columns import RowColumns, check_columns, read_columns, unread_columns
+from fsdp2kit.data.columns import check_columns, unread_columns
 from fsdp2kit.data.conversation import (
     WRAPPED,
     Conversation,
@@ -24,6 +24,7 @@ from fsdp2kit.data.conversation import (
     conversations_in,
     looks_unwrapped,
     prompt_in,
+    read_columns,
 )
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.memory import check_room
@@ -94,11 +95,15 @@ def encode_documents(
     for row in read_columns(rows, section, follows=follows):
         if section.format == "tokens":
             documents.append(labelled_documents(row))
-            _look_at(row, [], findings, renderer)
+            check_columns(row, tokenizer=None)
+            findings.note_row(unread=unread_columns(row), systems_twice=[])
             continue
         said = conversations_in(row)
-        _look_at(row, said, findings, renderer)
+        conversations = [one for one in said if isinstance(one, Conversation)]
+        check_columns(row, tokenizer=tokenizer if conversations else None)
+        unread = unread_columns(row)
         learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
+        findings.note_row(unread=unread, systems_twice=[one.has_system_twice for one in conversations])
     if section.format == "tokens":
         return documents
     texts = list(itertools.chain.from_iterable(learnt))
@@ -128,13 +133,15 @@ def encode_prompts(
     renderer = Renderer(tokenizer)
     for row in read_columns(rows, section):
         asked = prompt_in(row, has_template=tokenizer.chat_template is not None)
-        _look_at(row, [asked] if isinstance(asked, Conversation) else [], findings, renderer)
+        conversations = [asked] if isinstance(asked, Conversation) else []
+        check_columns(row, tokenizer=tokenizer if conversations else None)
+        findings.note_row(unread=unread_columns(row), systems_twice=[one.has_system_twice for one in conversations])
         if isinstance(asked, str):
             messages = asked
             ids = plain_prompt_ids(tokenizer, asked)
         else:
             rendered = renderer.render(asked)
-            findings.note_special(rendered.where, rendered.own_special, quotes=bool(rendered.stand_ins))
+            findings.note_special(rendered.conversation.where, rendered.own_special, quotes=bool(rendered.stand_ins))
             messages = rendered.messages
             ids = encode_text(rendered.text, rendered, renderer)
         if not ids:
@@ -156,24 +163,12 @@ def encode_text(text: str, rendered: Rendered, renderer: Renderer) -> list[int]:
     return encode_quotes(text, ids, rendered.stand_ins, tokenizer, renderer.special, where=rendered.where)[0]
 
 
-def _look_at(
-    row: RowColumns, said: Sequence[Conversation | PlainText], findings: Findings, renderer: Renderer
-) -> None:
-    """Refuse columns that would have to be read, and note what else a person should know of a row."""
-    conversations = [one for one in said if isinstance(one, Conversation)]
-    check_columns(row, variables=renderer.variables if conversations else frozenset())
-    findings.note_unread(unread_columns(row))
-    for conversation in conversations:
-        findings.note_conversation(has_system_twice=conversation.has_system_twice)
-    findings.rows += 1
-
-
 def _learnt_of(said: Conversation | PlainText, renderer: Renderer, section: DataConfig, findings: Findings) -> _Learnt:
     """The text of what is said, and the characters that are learnt."""
     if isinstance(said, PlainText):
         return _Learnt(said.text, [(said.start, len(said.text))], said.where, None)
     rendered = renderer.render(said)
-    findings.note_special(rendered.where, rendered.own_special, quotes=bool(rendered.stand_ins))
+    findings.note_special(rendered.conversation.where, rendered.own_special, quotes=bool(rendered.stand_ins))
     text, spans = supervised_spans(rendered, renderer.special, section.train_on)
     return _Learnt(text, spans, rendered.where, rendered)
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.contents import Content
-from fsdp2kit.data.conversation import prompt_of
-from fsdp2kit.data.messages import check_messages, check_tools
+from fsdp2kit.data.conversation import check_tools, prompt_of
+from fsdp2kit.data.messages import check_messages
 from fsdp2kit.data.rendered import Rendered, Renderer
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.tokens import Prompt, encode_text

@@ -8,8 +8,8 @@ import pytest
 
 from fsdp2kit.config.data_schema import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.columns import read_columns, unread_columns
-from fsdp2kit.data.conversation import conversations_in, row_key
+from fsdp2kit.data.columns import unread_columns
+from fsdp2kit.data.conversation import conversations_in, read_columns, row_key
 from fsdp2kit.data.names import REFUSED
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows

@@ -12,8 +12,7 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data import tables
-from fsdp2kit.data.columns import read_columns
-from fsdp2kit.data.conversation import looks_unwrapped, row_key
+from fsdp2kit.data.conversation import looks_unwrapped, read_columns, row_key
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
