@@ -14,9 +14,7 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.contents import Content, content_of, stream_content
-from fsdp2kit.data.day import settle_day
-from fsdp2kit.data.document_warnings import find_document_warnings
-from fsdp2kit.data.documents import Documents, build_documents, cut_rows
+from fsdp2kit.data.documents import Documents, build_documents, cut_rows, find_document_warnings
 from fsdp2kit.data.held_out import hold_out, key_border, read_held_out
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
@@ -32,7 +30,7 @@ from fsdp2kit.data.tables import (
     require_tokenizer,
     start_workers,
 )
-from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.template import Tokenizer, settle_day
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agreement

@@ -9,7 +9,7 @@ from fsdp2kit.config.data_formats import ASKED
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import RANDOM, build_data, read_beginning
 from fsdp2kit.data.cache import Cache
-from fsdp2kit.data.document_warnings import find_document_warnings
+from fsdp2kit.data.documents import find_document_warnings
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import held_out_sets, locate, training_sets
 from fsdp2kit.data.tables import is_tokenised

@@ -13,20 +13,22 @@ from fsdp2kit.config.data_formats import Overlong
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import DEFAULT, Cache
-from fsdp2kit.data.formats import answers_per_row
+from fsdp2kit.data.conversation import answers_per_row
 from fsdp2kit.data.tables import TokenTable, read_tokens
 from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.data.tokens import NO_ENDING
+from fsdp2kit.data.tokens import NO_ENDING, ending_of
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
+from fsdp2kit.model.tokenizer import special_ids
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
+SAMPLE = 2000  # documents that are read for warnings
 _ENDINGS_OF = 64  # documents whose endings are collected
 
 
 @dataclass(frozen=True)
-class Report:
+class Counts:
     """What became of the rows."""
 
     rows: int
@@ -68,7 +70,7 @@ class Documents:
     """int64 [documents], in tokens."""
     fingerprint: str
     """Digest of every token id and mask bit. It does not depend on where they were read."""
-    report: Report
+    report: Counts
     largest_id: int
     """The largest token id of the rows, before they were cut."""
     read: Callable[[int], Document]
@@ -177,7 +179,7 @@ def cut_rows(
     lines, starts, stops, endings = lines[kept], starts[kept], stops[kept], endings[kept]
     digests = np.frombuffer(b"".join(tokens["digest"].to_pylist()), dtype="V16")[lines]
     cuts = np.stack([starts, stops, endings]).astype("<i8").tobytes()
-    report = Report(
+    report = Counts(
         rows=rows,
         documents=len(kept),
         tokens=int((stops - starts).sum()),
@@ -281,6 +283,44 @@ def _nothing_to_learn(documents: Documents, where: str, seq_len: int) -> UserErr
     return UserError(where, what, todo)
 
 
+def find_document_warnings(documents: Documents, tokenizer: Tokenizer) -> list[str]:
+    """What is suspicious in documents, each in a line. The first `SAMPLE` of them are read, or their lengths alone."""
+    if not len(documents):
+        return []
+    special, bos, report = special_ids(tokenizer), tokenizer.bos_token_id, documents.report
+    read = [documents[index] for index in range(min(SAMPLE, len(documents)))]
+    open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
+    twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
+    of, share = f"of {len(read):,} documents", report.supervised_tokens / report.tokens
+    overlong, copies = overlong_share(documents), count_copies(documents)
+    checks = {
+        f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
+        "stop (split documents, cut ones, or a template or tokenizer without such a token)": open_ended,
+        f"{twice:,} {of} begin with the BOS token twice: the text or the template adds it as well": twice,
+        f"{report.unsupervised:,} rows hold nothing to learn and are left out: there is no assistant turn, or it "
+        "begins after seq_len tokens": report.unsupervised,
+        f"{overlong:.0%} of the rows are longer than seq_len": overlong > 0.05,
+        f"{copies:,} documents are copies of earlier ones": copies,
+        f"only {share:.1%} of the tokens are learnt": share < 0.05,
+    }
+    return [text for text, is_found in checks.items() if is_found]
+
+
+def overlong_share(documents: Documents) -> float:
+    """Rows longer than seq_len over rows; of packed rows, documents."""
+    rows = len(documents) if documents.row_lengths is None else len(documents.row_lengths)
+    return documents.report.overlong * documents.together / rows
+
+
+def count_copies(documents: Documents) -> int:
+    """Documents whose row has the same tokens and mask as an earlier one; 0 where rows are split."""
+    if documents.row_digests is None or documents.report.split:
+        return 0
+    # Half of a digest is enough to tell documents apart, and sorts fast.
+    halves = np.frombuffer(documents.row_digests.tobytes(), dtype=np.uint64)[::2]
+    return len(halves) - len(np.unique(halves))
+
+
 def _synthetic(*, seq_len: int, vocab_size: int, seed: int) -> Documents:
     """Uniformly random tokens in documents of seq_len / 8 to seq_len tokens, generated when they are read.
 
@@ -298,6 +338,6 @@ def _synthetic(*, seq_len: int, vocab_size: int, seed: int) -> Documents:
         return (bits % np.uint64(vocab_size)).astype(np.int64), np.ones(len(bits), dtype=bool)
 
     tokens = int(lengths.sum())
-    report = Report(SYNTHETIC_DOCUMENTS, SYNTHETIC_DOCUMENTS, tokens, tokens - SYNTHETIC_DOCUMENTS)
+    report = Counts(SYNTHETIC_DOCUMENTS, SYNTHETIC_DOCUMENTS, tokens, tokens - SYNTHETIC_DOCUMENTS)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return Documents(lengths, fingerprint, report, vocab_size - 1, read)

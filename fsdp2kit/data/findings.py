@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 from fsdp2kit.console import counted
@@ -36,14 +36,19 @@ class Findings:
     own_special: list[str] = field(default_factory=list)
     """Special tokens in conversations that the chat template does not write."""
 
-    def note_unread(self, names: Iterable[str]) -> None:
-        self.unread += [name for name in names if name not in self.unread]
+    def note_row(self, *, unread: Iterable[str], systems_twice: Sequence[bool]) -> None:
+        """Count a row.
 
-    def note_conversation(self, *, has_system_twice: bool) -> None:
-        self.conversations += 1
-        self.systems_twice += has_system_twice
-        if has_system_twice and self.first_systems_twice is None:
+        Args:
+            unread: its columns that the format does not read.
+            systems_twice: for each of its conversations, whether two system messages follow each other.
+        """
+        self.unread += [name for name in unread if name not in self.unread]
+        self.conversations += len(systems_twice)
+        self.systems_twice += sum(systems_twice)
+        if any(systems_twice) and self.first_systems_twice is None:
             self.first_systems_twice = self.rows
+        self.rows += 1
 
     def note_affixes(self, *, has_bos: bool, has_eos: bool) -> None:
         self.own_bos += has_bos
@@ -59,7 +64,7 @@ class Findings:
         """Add the findings of the rows that follow."""
         if self.first_systems_twice is None and other.first_systems_twice is not None:
             self.first_systems_twice = self.rows + other.first_systems_twice
-        self.note_unread(other.unread)
+        self.unread += [name for name in other.unread if name not in self.unread]
         self.unwrapped |= other.unwrapped
         self.rows += other.rows
         self.conversations += other.conversations

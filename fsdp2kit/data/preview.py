@@ -16,17 +16,15 @@ import numpy as np
 
 from fsdp2kit.config.data_formats import ASKED
 from fsdp2kit.data.build import build_data, read_beginning
-from fsdp2kit.data.document_warnings import SAMPLE, count_copies, overlong_share
-from fsdp2kit.data.documents import Report
+from fsdp2kit.data.documents import SAMPLE, Counts, count_copies, overlong_share
 from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import training_sets
 from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
-from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, tokens_beyond
+from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, special_ids, tokens_beyond
 
 STREAM_ROWS = 5000
 _load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is a warning here, no error
@@ -35,7 +33,7 @@ _PERCENTILES, _SHORTEST_CHOICE = (50, 75, 90, 95, 99, 100), 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics(Report):
+class Statistics(Counts):
     """Figures of one source: its rows, and the lengths and packs of its documents."""
 
     supervised_share: float

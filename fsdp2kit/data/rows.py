@@ -433,6 +433,18 @@ def load_json(text: str, where: str, name: str = "") -> Any:
     return value
 
 
+def parsed(value: Any, where: str, name: str) -> Any:
+    """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return load_json(value, where, name)
+    except json.JSONDecodeError as error:
+        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
+        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
+        raise UserError(where, what, todo) from None
+
+
 def _as_row(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(where, f"a row is a JSON {type(value).__name__}, not an object", 'write {"messages": […]}')

@@ -1,8 +1,8 @@
 """Whether a conversation's text shows what its messages say: each content, part, thought and argument of a call.
 
 Each text is searched for, which is cheap. Where it is not found as it stands, it is searched for without spaces and
-case, and as JSON; templates trim, indent and escape. What is left after that is a matter for trials, which
-`fsdp2kit.data.template` makes.
+case, and as JSON; templates trim, indent and escape. What is left after that is tried: marks are put into the texts,
+and the template is rendered again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2kit.data.fields import PLAIN, REASONING, is_text, without_thoughts
+from fsdp2kit.data.messages import (
+    CLOSING,
+    OPENING,
+    Message,
+    empty_thought,
+    is_text,
+    shortened,
+    thought_in,
+    without_thoughts,
+)
+from fsdp2kit.data.names import PLAIN, REASONING
+from fsdp2kit.data.template import LEFT_OUT, Template
+from fsdp2kit.errors import UserError
 
-Message = dict[str, Any]
 Path = tuple[str | int, ...]
 
 _TAG = re.compile(r"</?[\w|:.-]+>|\[/?[A-Z_]+\]|<\|[\w.-]+\|>|◁/?think▷")
+_PROBE = "fsdp2kit_probe"
+_SURE = 32  # letters of a text that does not stand in another one by chance
 _TRIED = 100  # places of a text that already hold another one
 
 
@@ -182,3 +195,117 @@ def _place(text: str, way: str, end: int, taken: Sequence[tuple[int, int]]) -> t
             return start, stop
         start = text.find(way, start + 1)
     return None
+
+
+def settle(
+    template: Template, messages: list[Message], text: str, learnt: Sequence[int], *, prompt: bool = False
+) -> tuple[list[Message], str]:
+    """The messages and their text, which shows each text that they say.
+
+    A text that is shown whole stays as it is. A thought that the template cuts out of a content, or writes behind
+    an empty one of its own, is moved to ``reasoning_content`` if it renders that.
+
+    Args:
+        text: of the messages, as the template renders them.
+        learnt: indices of the turns that are learnt. Thoughts of the others may be left out.
+        prompt: append the generation prompt.
+
+    Raises:
+        UserError: the template leaves out a text.
+    """
+    said = said_in(messages, learnt)
+    is_whole = _shows(template, messages, text, said, prompt=prompt)
+    moved = _thoughts_moved(template, messages, learnt)
+    if moved is not messages:
+        other = next(template.texts(moved, prompt=prompt, keep_case=True), "")
+        # A text that is shown whole keeps each letter. Only an empty thought before it may go.
+        is_same = shows_all(other, said) and len(squeezed(other)) < len(squeezed(text))
+        if (is_same or not is_whole) and _shows(template, moved, other, said_in(moved, learnt), prompt=prompt):
+            return moved, other
+    if is_whole:
+        return messages, text
+    for one in _hidden(template, messages, said, prompt=prompt):
+        raise _left_out(template, messages, one)
+    return messages, text
+
+
+def _shows(template: Template, messages: list[Message], text: str, said: Sequence[Said], *, prompt: bool) -> bool:
+    """Whether the messages' text shows all that they say.
+
+    A short thought may stand in it by chance, so it is tried.
+    """
+    if not shows_all(text, said):
+        return False
+    short = [one for one in said if one.path[0] in REASONING and len(one.text.strip()) < _SURE]
+    return not short or next(_hidden(template, messages, short, prompt=prompt), None) is None
+
+
+def _thoughts_moved(template: Template, messages: list[Message], learnt: Sequence[int]) -> list[Message]:
+    """The messages with the thoughts that learnt contents begin with as a field, by the template's name for it."""
+    for at in learnt:
+        content = messages[at].get("content")
+        found = _thought_in(template, messages, at, content) if isinstance(content, str) else None
+        if found is not None and not any(messages[at].get(name) for name in REASONING):
+            messages = template.with_thought_apart(messages, at, *found)
+    return messages
+
+
+def _thought_in(template: Template, messages: list[Message], at: int, content: str) -> tuple[str, str] | None:
+    """The thought that a content begins with, also where the generation prompt opens it, and what follows it."""
+    found = thought_in(content)
+    if found is None and CLOSING in content and OPENING not in content:
+        asked = next(template.texts(messages[:at], prompt=True), "")
+        if asked.rstrip().endswith(OPENING):
+            found = thought_in(OPENING + content)
+    return found
+
+
+def _hidden(
+    template: Template, messages: list[Message], said: Sequence[Said], *, prompt: bool = False
+) -> Iterator[Said]:
+    """Those of the texts that the template leaves out, found by trials: marks are put into them.
+
+    A text that cannot be tried, since the template refuses what is tried, counts as shown.
+    """
+    probed = messages
+    marks = []
+    for number, one in enumerate(said):
+        text = one.text
+        its = []
+        for place, (start, end) in reversed(list(enumerate(one.runs()))):
+            ends = [f"{_PROBE}{number}x{place}{side}" for side in "ab"]
+            text = f"{text[:start]}{ends[0]} {text[start:end]} {ends[1]}{text[end:]}"
+            its += ends
+        probed = one.replaced(probed, text)
+        marks.append(its)
+    shown = next(template.texts(probed, prompt=prompt), "")
+    for one, its in zip(said, marks, strict=True):
+        empty = "" if one.may_hide else empty_thought(one.text)
+        lacks_empty = bool(empty) and empty not in squeezed(shown)
+        may_be_hidden = not all(mark in shown for mark in its)
+        if lacks_empty or (may_be_hidden and _is_hidden(template, messages, one, prompt=prompt)):
+            yield one
+
+
+def _is_hidden(template: Template, messages: list[Message], one: Said, *, prompt: bool) -> bool:
+    """Whether the template leaves out the beginning or the end of one of a text's pieces."""
+    for start, end in one.runs():
+        piece = one.text[start:end]
+        for marked in (f"{_PROBE} {piece}", f"{piece} {_PROBE}"):
+            probe = one.replaced(messages, one.text[:start] + marked + one.text[end:])
+            if any(_PROBE not in text for text in template.texts(probe, prompt=prompt)):
+                return True
+    return False
+
+
+def _left_out(template: Template, messages: list[Message], one: Said) -> UserError:
+    """The error of a text that the template leaves out."""
+    is_thought = one.path[0] in REASONING or bool(without_thoughts(one.text))
+    what = f"the chat template leaves out {'the thought in ' if is_thought else ''}{one.name}"
+    if not is_thought:
+        return UserError(template.where, f"{what}: {shortened(one.text.strip())}", LEFT_OUT)
+    until = messages[: one.at + 1]
+    is_earlier = one.at + 1 < len(messages) and not list(_hidden(template, until, [one]))
+    last = 'set data.train_on = "last" to learn the last answer of each row, ' if is_earlier else ""
+    keeps = 'set model.chat_template to a template that keeps all thoughts, such as "chatml"'
+    return UserError(template.where, what, f"{last}{keeps}, or take the thought out of the data")

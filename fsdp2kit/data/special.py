@@ -16,7 +16,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fsdp2kit.data.template import Template
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.tokenizer import stop_tokens
-
-StandIns = Mapping[str, str]
-"""Each stand-in, and the character that it stands for."""
+from fsdp2kit.model.tokenizer import special_vocabulary, stop_tokens
 
 # Unicode noncharacters, which text must not hold. `fsdp2kit.data.template` uses U+FDD0 and U+FDD1.
 _STAND_INS = [chr(at) for at in range(0xFDD2, 0xFDF0)]
@@ -46,6 +43,8 @@ class SpecialTokens:
     """All of them, the longest first. Any may end a turn."""
     stops: tuple[str, ...]
     """Those at which generation stops, the longest first."""
+    bos: str
+    """Begins a text; "" without one."""
     eos: str
     """Ends a text; "" without one."""
     guarded: frozenset[str]
@@ -58,6 +57,10 @@ class SpecialTokens:
     def starts_in(self, text: str) -> list[int]:
         """Where special tokens begin in a text, ascending; they may overlap."""
         return [found.start() for found in self._begins.finditer(text) if self.at(text, found.start())]
+
+    def found_in(self, text: str) -> list[str]:
+        """The special tokens that begin in a text, in their order."""
+        return [self.at(text, start) for start in self.starts_in(text)]
 
     def at(self, text: str, start: int) -> str:
         """The longest special token that begins at a place in a text; "" without one."""
@@ -100,16 +103,18 @@ class SpecialTokens:
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """The special tokens of a tokenizer."""
-    added = {at: token for at, token in tokenizer.added_tokens_decoder.items() if token.content}
-    eos = str(tokenizer.eos_token) if tokenizer.eos_token else ""
-    stops = {added[at].content for at in stop_tokens(tokenizer) if at in added} | ({eos} if eos else set())
-    texts = {token.content for token in added.values() if token.special} | stops
-    named = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str | AddedToken)}
+    eos = str(tokenizer.eos_token or "")
+    added = tokenizer.added_tokens_decoder
+    stops = {added[at].content for at in stop_tokens(tokenizer) if at in added}
+    stops = {text for text in (*stops, eos) if text}
+    texts = {text for text in special_vocabulary(tokenizer) if text} | stops
+    named = {str(one) for one in tokenizer.special_tokens_map.values() if isinstance(one, str | AddedToken)}
     template = tokenizer.chat_template or ""
     source = "\n".join(template.values()) if isinstance(template, dict) else template
-    guarded = {text for text in texts if text in stops or text in named.values()}
+    guarded = {text for text in texts if text in stops or text in named}
     guarded |= _written(tokenizer, source, tuple(sorted(texts)))
-    return SpecialTokens(_longest_first(texts), _longest_first(stops), eos, frozenset(guarded))
+    bos = str(tokenizer.bos_token or "")
+    return SpecialTokens(_longest_first(texts), _longest_first(stops), bos, eos, frozenset(guarded))
 
 
 _USER = {"role": "user", "content": "a"}
@@ -178,8 +183,8 @@ def without_quotes(values: Any, special: SpecialTokens, *, where: str) -> tuple[
     for start in starts:
         letters[start] = stand_in_of[letters[start]]
     ends = itertools.accumulate(map(len, texts))
-    pieces = iter(["".join(letters[end - len(text) : end]) for text, end in zip(texts, ends, strict=True)])
-    changed = _changed(values, lambda _: next(pieces), special)
+    parts = iter(["".join(letters[end - len(text) : end]) for text, end in zip(texts, ends, strict=True)])
+    changed = _changed(values, lambda _: next(parts), special)
     return changed, {one: letter for letter, one in stand_in_of.items()}, own
 
 
@@ -215,17 +220,26 @@ def _changed(value: Any, change: Callable[[str], str], special: SpecialTokens) -
     return value
 
 
-def restored(text: str, stand_ins: StandIns) -> str:
+def restored(text: str, stand_ins: Mapping[str, str]) -> str:
     """The text with the characters that stand-ins stand for."""
     return text.translate({ord(one): letter for one, letter in stand_ins.items()})
 
 
 def encode_quotes(
-    text: str, stand_ins: StandIns, tokenizer: Tokenizer, special: SpecialTokens, *, where: str
+    text: str,
+    usual: Sequence[int],
+    stand_ins: Mapping[str, str],
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    *,
+    where: str,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """The token ids of a text with stand-ins, and each token's characters.
 
     The special tokens of the text get their ids, and what stood in the place of stand-ins is encoded as plain text.
+
+    Args:
+        usual: the token ids that the tokenizer gives the text, without special tokens around it.
 
     Raises:
         UserError: the tokenizer cannot encode special tokens as text; it names ``where``.
@@ -235,18 +249,19 @@ def encode_quotes(
     if not tokenizer.is_fast:
         raise UserError(where, what, f"use a fast tokenizer (one with a tokenizer.json), or {todo}")
     backend, aliases, ids_of = _for_quotes(tokenizer, len(tokenizer), special.texts)
-    pieces, end = [], 0
+    parts = []
+    end = 0
     for start in special.starts_in(text):
         if start >= end:
             token = special.at(text, start)
-            pieces += [text[end:start], aliases.get(token, token)]
+            parts += [text[end:start], aliases.get(token, token)]
             end = start + len(token)
-    aliased = "".join([*pieces, text[end:]])
-    usual = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    aliased = "".join([*parts, text[end:]])
+    # The copy must read the text as the tokenizer does, with the aliases in the place of special tokens.
     checked = backend.encode(aliased, add_special_tokens=False)
+    is_usual = [ids_of.get(one, one) for one in checked.ids] == list(usual)
     found = backend.encode(restored(aliased, stand_ins), add_special_tokens=False)
     special_ids = {*ids_of.values()}
-    is_usual = [ids_of.get(one, one) for one in checked.ids] == usual
     unknown = tokenizer.unk_token_id  # of characters, which quote nothing
     from_text = [one for one in found.ids if one != unknown and one in special_ids]
     if _FIRST in text or not is_usual or from_text:
@@ -278,9 +293,16 @@ def _for_quotes(tokenizer: Any, _: int, texts: tuple[str, ...]) -> tuple[Backend
         if digits is None or text not in added:
             continue
         at, token = added[text]
-        flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
         alias = _FIRST + "".join(digits)
-        backend.add_tokens([AddedToken(alias, special=False, **flags)])
+        like = AddedToken(
+            alias,
+            special=False,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word,
+            normalized=token.normalized,
+        )
+        backend.add_tokens([like])
         aliases[text] = alias
         new = backend.token_to_id(alias)
         assert new is not None, "it was added"

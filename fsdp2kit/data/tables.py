@@ -31,18 +31,17 @@ import pyarrow as pa
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
-from fsdp2kit.data.day import day_of, writes_date
+from fsdp2kit.data.conversation import row_key
 from fsdp2kit.data.findings import Findings
-from fsdp2kit.data.formats import row_key
 from fsdp2kit.data.formatter import formatter_digest
 from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
-from fsdp2kit.data.template import Tokenizer
-from fsdp2kit.data.tokens import encode_documents, ending_of, special_ids
+from fsdp2kit.data.template import Tokenizer, day_of, writes_date
+from fsdp2kit.data.tokens import encode_documents, ending_of
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import one_per_machine_first
-from fsdp2kit.model.tokenizer import ends_answers, stop_tokens
+from fsdp2kit.model.tokenizer import ends_answers, special_ids, stop_tokens
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
 _ENCODING = 2
@@ -51,18 +50,17 @@ _FINDINGS = b"fsdp2kit"  # the key of `Findings` in a table's metadata
 _CODE = (
     "rows.py",
     "formatter.py",
-    "formats.py",
-    "fields.py",
-    "column_names.py",
-    "column_checks.py",
+    "names.py",
+    "columns.py",
+    "messages.py",
+    "conversation.py",
     "token_rows.py",
     "findings.py",
-    "chat.py",
-    "special.py",
     "template.py",
-    "shown.py",
     "bounds.py",
-    "day.py",
+    "shown.py",
+    "special.py",
+    "rendered.py",
     "tokens.py",
     "tables.py",
 )

@@ -13,8 +13,11 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -23,38 +26,28 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.bounds import Unbounded, bounded, bounds
-from fsdp2kit.data.day import dated
-from fsdp2kit.data.fields import (
-    CLOSING,
-    FLAGS,
-    OPENING,
-    PLAIN,
-    REASONING,
-    ROLES,
-    STANDARD_ROLES,
+from fsdp2kit.data.messages import (
     Message,
-    empty_thought,
-    is_named,
     is_text,
     shortened,
-    thought_in,
-    without_flags,
-    without_thoughts,
 )
-from fsdp2kit.data.rows import load_json
-from fsdp2kit.data.shown import Said, said_in, shows_all, squeezed
+from fsdp2kit.data.names import FLAGS, OPPOSITE, PLAIN, REASONING, ROLES, STANDARD_ROLES
+from fsdp2kit.data.rows import parsed
 from fsdp2kit.errors import UserError
+from fsdp2kit.job.distributed import gather_objects
+from fsdp2kit.job.events import began
+from fsdp2kit.model.tokenizer import facts_of, set_facts
 
 _FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # of every message
-_SURE = 32  # letters of a text that does not stand in another one by chance
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
-_TODO = "set model.chat_template to a template that renders it, or take it out of the data"
+LEFT_OUT = "set model.chat_template to a template that renders it, or take it out of the data"
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-# Unicode noncharacters, which text must not hold. `fsdp2kit.data.chat` checks that.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# Unicode noncharacters, which text must not hold. `fsdp2kit.data.rendered` checks that.
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 # The empty expression keeps Jinja's trim_blocks from removing a newline that opens the template.
 _MACRO = "{% macro fsdp2kit_span() %}{{ '" + OPEN + "' }}{{ caller() }}{{ '" + CLOSE + "' }}{% endmacro %}{{ '' }}"
 
@@ -86,38 +79,28 @@ class Template:
 
     def __init__(self, tokenizer: Tokenizer, *, tools: Any, variables: Mapping[str, Any], where: str) -> None:
         try:
-            self._source = dated(tokenizer.get_chat_template(tools=tools), tokenizer)
+            self.source = _dated(tokenizer.get_chat_template(tools=tools), tokenizer)
+            """The template itself."""
         except ValueError as error:
             what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
             others = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja") if file.stem != "chatml"))
             todo = f'set model.chat_template = "chatml", to another ready one ({others}) or to a Jinja file'
             todo += ", or use an instruction-tuned model's tokenizer"
             raise UserError("model.chat_template", what, todo) from None
-        self._marked = mark_answers(self._source)
-        self._tokens = tokenizer.special_tokens_map
-        self._variables, self._tools, self._where = variables, tools, where
-        self._context = {**self._tokens, **variables}
-        self._kind = (self._source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
-
-    @property
-    def has_markers(self) -> bool:
+        self._marked = mark_answers(self.source)
+        self.has_markers = self._marked is not None
         """Whether ``{% generation %}`` says where the assistant's text is."""
-        return self._marked is not None
-
-    @property
-    def source(self) -> str:
-        """The template itself."""
-        return self._source
-
-    @property
-    def inputs(self) -> tuple[Any, Mapping[str, Any]]:
-        """The row's tools and variables."""
-        return self._tools, self._variables
+        self._tokens = tokenizer.special_tokens_map
+        self._tools = tools
+        self.where = where
+        self._context = {**self._tokens, **variables}
+        # What answers are remembered for: all that a row adds to the template, but for its messages.
+        self._key = (self.source, bool(tools), json.dumps(variables, sort_keys=True, default=str))
 
     def with_inputs(self, tools: Any, variables: Mapping[str, Any]) -> Template:
         """The template with other tools and variables."""
         other = copy.copy(self)
-        other._tools, other._variables = tools, variables
+        other._tools = tools
         other._context = {**self._tokens, **variables}
         return other
 
@@ -135,7 +118,7 @@ class Template:
                 texts, _ = render_jinja_template(
                     [messages],
                     tools=self._tools if with_tools else None,
-                    chat_template=bounded(self._marked if marked else self._source),  # type: ignore (Jinja takes it)
+                    chat_template=bounded(self._marked if marked else self.source),  # type: ignore (Jinja takes it)
                     add_generation_prompt=prompt,
                     **self._context,
                 )
@@ -144,14 +127,14 @@ class Template:
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
         except Unbounded as error:
             todo = "set model.chat_template to a template that ends, or drop the row"
-            raise Endless(self._where, f"the chat template does not end ({error})", todo) from None
+            raise Endless(self.where, f"the chat template does not end ({error})", todo) from None
         except SyntaxError as error:  # of Python, which Jinja compiles to
             what = f"the chat template cannot be run ({type(error).__name__}: {error})"
             raise UserError("model.chat_template", what, "nest it less, or choose another template") from None
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             what = f"the chat template refuses the messages ({error})"
             todo = "change the row to what the template accepts, or set model.chat_template"
-            raise UserError(self._where, what, todo) from None
+            raise UserError(self.where, what, todo) from None
         return texts[0]
 
     def fit(self, messages: list[Message]) -> list[Message]:
@@ -172,7 +155,7 @@ class Template:
         if self._tools:
 
             def shows_tools(text: str) -> bool:
-                return text != next(self._texts(messages, with_tools=False), None)
+                return text != next(self.texts(messages, with_tools=False), None)
 
             self._choose(("tools",), "the row's tools", [(True, messages)], shows_tools)
         for at, message in enumerate(messages):
@@ -181,128 +164,19 @@ class Template:
 
     def without_flags(self, message: Message) -> Message:
         """A message without what says whether it is learnt, unless the template reads it."""
-        return without_flags(message, self._source)
-
-    def settle(
-        self, messages: list[Message], learnt: Sequence[int], *, prompt: bool = False
-    ) -> tuple[list[Message], str]:
-        """The messages and their text, which shows each text that they say.
-
-        A text that is shown whole stays as it is. A thought that the template cuts out of a content, or writes behind
-        an empty one of its own, is moved to ``reasoning_content`` if it renders that.
-
-        Args:
-            learnt: indices of the turns that are learnt. Thoughts of the others may be left out.
-            prompt: append the generation prompt.
-
-        Raises:
-            UserError: the template leaves out a text.
-        """
-        text = self.render(messages, prompt=prompt)
-        said = said_in(messages, learnt)
-        is_whole = self._shows(messages, text, said, prompt=prompt)
-        moved = self._thoughts_moved(messages, learnt)
-        if moved is not messages:
-            other = next(self._texts(moved, prompt=prompt, keep_case=True), "")
-            # A text that is shown whole keeps each letter. Only an empty thought before it may go.
-            is_same = shows_all(other, said) and len(squeezed(other)) < len(squeezed(text))
-            if (is_same or not is_whole) and self._shows(moved, other, said_in(moved, learnt), prompt=prompt):
-                return moved, other
-        if is_whole:
-            return messages, text
-        for one in self._hidden(messages, said, prompt=prompt):
-            raise self._left_out(messages, one)
-        return messages, text
-
-    def _shows(self, messages: list[Message], text: str, said: Sequence[Said], *, prompt: bool) -> bool:
-        """Whether the messages' text shows all that they say.
-
-        A short thought may stand in it by chance, so it is tried.
-        """
-        if not shows_all(text, said):
-            return False
-        short = [one for one in said if one.path[0] in REASONING and len(one.text.strip()) < _SURE]
-        return not short or next(self._hidden(messages, short, prompt=prompt), None) is None
-
-    def _thoughts_moved(self, messages: list[Message], learnt: Sequence[int]) -> list[Message]:
-        """The messages with the thoughts that learnt contents begin with as a field, by the template's name for it."""
-        for at in learnt:
-            content = messages[at].get("content")
-            found = self._thought_in(messages, at, content) if isinstance(content, str) else None
-            lacks_field = (*self._kind, "no reasoning", "tool_calls" in messages[at])
-            if found is None or lacks_field in self._answers or any(messages[at].get(name) for name in REASONING):
-                continue
-            thought, rest = found
-            moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
-            try:
-                messages = self._fit_reasoning(moved, at, REASONING[0])
-            except Endless:
-                raise
-            except UserError:
-                self._answers[lacks_field] = True
-        return messages
-
-    def _thought_in(self, messages: list[Message], at: int, content: str) -> tuple[str, str] | None:
-        """The thought that a content begins with, also where the generation prompt opens it, and what follows it."""
-        found = thought_in(content)
-        if found is None and CLOSING in content and OPENING not in content:
-            asked = next(self._texts(messages[:at], prompt=True), "")
-            if asked.rstrip().endswith(OPENING):
-                found = thought_in(OPENING + content)
-        return found
-
-    def _hidden(self, messages: list[Message], said: Sequence[Said], *, prompt: bool = False) -> Iterator[Said]:
-        """Those of the texts that the template leaves out, found by trials: marks are put into them.
-
-        A text that cannot be tried, since the template refuses what is tried, counts as shown.
-        """
-        probed, marks = messages, []
-        for number, one in enumerate(said):
-            text, its = one.text, []
-            for place, (start, end) in reversed(list(enumerate(one.runs()))):
-                ends = [f"{_PROBE}{number}x{place}{side}" for side in "ab"]
-                text = f"{text[:start]}{ends[0]} {text[start:end]} {ends[1]}{text[end:]}"
-                its += ends
-            probed = one.replaced(probed, text)
-            marks.append(its)
-        shown = next(self._texts(probed, prompt=prompt), "")
-        for one, its in zip(said, marks, strict=True):
-            empty = "" if one.may_hide else empty_thought(one.text)
-            lacks_empty = bool(empty) and empty not in squeezed(shown)
-            may_be_hidden = not all(mark in shown for mark in its)
-            if lacks_empty or (may_be_hidden and self._is_hidden(messages, one, prompt=prompt)):
-                yield one
-
-    def _is_hidden(self, messages: list[Message], one: Said, *, prompt: bool) -> bool:
-        """Whether the template leaves out the beginning or the end of one of a text's pieces."""
-        for start, end in one.runs():
-            piece = one.text[start:end]
-            for marked in (f"{_PROBE} {piece}", f"{piece} {_PROBE}"):
-                probe = one.replaced(messages, one.text[:start] + marked + one.text[end:])
-                if any(_PROBE not in text for text in self._texts(probe, prompt=prompt)):
-                    return True
-        return False
-
-    def _left_out(self, messages: list[Message], one: Said) -> UserError:
-        """The error of a text that the template leaves out."""
-        is_thought = one.path[0] in REASONING or bool(without_thoughts(one.text))
-        what = f"the chat template leaves out {'the thought in ' if is_thought else ''}{one.name}"
-        if not is_thought:
-            return UserError(self._where, f"{what}: {shortened(one.text.strip())}", _TODO)
-        until = messages[: one.at + 1]
-        is_earlier = one.at + 1 < len(messages) and not list(self._hidden(until, [one]))
-        last = 'set data.train_on = "last" to learn the last answer of each row, ' if is_earlier else ""
-        keeps = 'set model.chat_template to a template that keeps all thoughts, such as "chatml"'
-        return UserError(self._where, what, f"{last}{keeps}, or take the thought out of the data")
+        if message.keys() <= PLAIN:
+            return message
+        names = [key for key in message if (key in FLAGS or key == OPPOSITE) and not _is_named(key, self.source)]
+        return {key: value for key, value in message.items() if key not in names}
 
     def _check_parts(self, at: int, message: Message) -> None:
         """Refuse parts of a type that the template does not name."""
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") or "unknown"
-            if kind != "text" and not is_named(str(kind), self._source):
+            if kind != "text" and not _is_named(str(kind), self.source):
                 what = f"messages[{at}].content[{number}] is of type {kind}, which neither this nor the template reads"
-                raise UserError(self._where, what, 'make it a part of type "text", or drop it')
+                raise UserError(self.where, what, 'make it a part of type "text", or drop it')
 
     def _check_fields(self, messages: list[Message], at: int, message: Message) -> None:
         """Refuse a field that holds a text, unless the template reads it."""
@@ -315,23 +189,24 @@ class Template:
                 continue
 
             def is_read(text: str, name: str = name) -> bool:
-                return text != next(self._texts(_replaced(messages, at, {name: None})), None)
+                return text != next(self.texts(_replaced(messages, at, {name: None})), None)
 
             what = f"messages[{at}].{name}, which is {shortened(value)}"
             self._choose(("field", role, name), what, [(True, messages)], is_read)
 
     def _choose(
         self,
-        kind: tuple[Any, ...],
+        question: tuple[Any, ...],
         what: str,
         probes: Iterable[tuple[Any, list[Message]]],
         is_whole: Callable[[str], bool],
         *,
         at: int = -1,
     ) -> Any:
-        """The first option whose probe the template renders whole. Remembered for each kind of field.
+        """The first option whose probe the template renders whole. Remembered for each question.
 
         Args:
+            question: what is asked of the template, of which field.
             what: names the field in the error that the template leaves it out.
             probes: each option, with the messages that it stands for.
             is_whole: whether a text shows the whole probe.
@@ -341,21 +216,21 @@ class Template:
         Returns:
             None if the template rejects the row; rendering reports the error later.
         """
-        key = (*self._kind, *kind)
+        key = (*self._key, *question)
         if key in self._answers:
             return self._answers[key]
         rendered = False
         for option, probe in probes:
-            for text in self._texts(probe, probe[: at + 1 or None]):
+            for text in self.texts(probe, probe[: at + 1 or None]):
                 rendered = True
                 if is_whole(text):
                     self._answers[key] = option
                     return option
         if rendered:
-            raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
+            raise UserError(self.where, f"the chat template leaves out {what}", LEFT_OUT)
         return None
 
-    def _texts(
+    def texts(
         self, *conversations: list[Message], with_tools: bool = True, prompt: bool = False, keep_case: bool = False
     ) -> Iterator[str]:
         """The texts of the conversations that the template accepts, in lower case: templates may change the case."""
@@ -373,9 +248,9 @@ class Template:
         if role in STANDARD_ROLES:
             return role
         # The template's own role is accepted. Another name of the assistant is not: the turn would not be learnt.
-        is_own = _is_quoted(role, self._source) and ROLES.get(role) != "assistant"
+        is_own = _is_quoted(role, self.source) and ROLES.get(role) != "assistant"
         if role == "function":  # OpenAI's former name of "tool"; templates name it as the type of a tool as well
-            return role if is_own and not _is_quoted("tool", self._source) else "tool"
+            return role if is_own and not _is_quoted("tool", self.source) else "tool"
         if is_own:
             return role
         near = ROLES.get(role.strip().lower()) or next(
@@ -388,7 +263,7 @@ class Template:
             if near
             else f"use {', '.join(STANDARD_ROLES)}, or a template that names the role"
         )
-        raise UserError(self._where, f"messages[{at}] has the unknown role {role!r}", todo)
+        raise UserError(self.where, f"messages[{at}] has the unknown role {role!r}", todo)
 
     def _fit_calls(self, messages: list[Message]) -> list[Message]:
         calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -411,21 +286,41 @@ class Template:
         # model's calls.
         product = itertools.product(("as it is", None, ""), (False, True), (True, False))
         probes = ((form, _rewritten(probe, form)) for form in itertools.starmap(_CallForm, product))
-        kind, what = ("calls", several, bare, *sorted(blank)), f"messages[{with_calls[0]}].tool_calls"
-        form = self._choose(kind, what, probes, is_whole, at=with_calls[-1])
-        return messages if form is None or {form} == forms else _rewritten(messages, form, self._where)
+        question = ("calls", several, bare, *sorted(blank))
+        what = f"messages[{with_calls[0]}].tool_calls"
+        form = self._choose(question, what, probes, is_whole, at=with_calls[-1])
+        return messages if form is None or {form} == forms else _rewritten(messages, form, self.where)
 
     def _fit_reasoning(self, messages: list[Message], at: int, name: str) -> list[Message]:
         names = dict.fromkeys((name, *REASONING))
         probes = ((other, _replaced(messages, at, {name: None, other: _PROBE})) for other in names)
-        kind, what = ("reasoning", name, "tool_calls" in messages[at]), f"messages[{at}].{name}"
-        chosen = self._choose(kind, what, probes, lambda text: _PROBE in text, at=at)
+        question = ("reasoning", name, "tool_calls" in messages[at])
+        what = f"messages[{at}].{name}"
+        chosen = self._choose(question, what, probes, lambda text: _PROBE in text, at=at)
         if chosen in (None, name):
             return messages
         return _replaced(messages, at, {name: None, chosen: messages[at][name]})
 
+    def with_thought_apart(self, messages: list[Message], at: int, thought: str, rest: str) -> list[Message]:
+        """The messages with the thought in a content as a field, by the template's name for it.
+
+        They are returned as they are if the template renders no such field.
+        """
+        lacks_field = (*self._key, "no reasoning", "tool_calls" in messages[at])
+        if lacks_field in self._answers:
+            return messages
+        moved = _replaced(messages, at, {"content": rest, REASONING[0]: thought})
+        try:
+            return self._fit_reasoning(moved, at, REASONING[0])
+        except Endless:
+            raise
+        except UserError:
+            self._answers[lacks_field] = True
+            return messages
+
     def _fit_content(self, messages: list[Message], at: int) -> list[Message]:
-        message, content = messages[at], messages[at]["content"]
+        message = messages[at]
+        content = message["content"]
         parts = isinstance(content, list)
         if isinstance(content, str) and not content.strip():
             return messages
@@ -449,8 +344,14 @@ class Template:
         return _replaced(messages, at, {"content": joined}) if form == "joined" and joined is not None else messages
 
 
-def _is_quoted(role: str, source: str) -> bool:
-    return f"'{role}'" in source or f'"{role}"' in source
+def _is_quoted(name: str, source: str) -> bool:
+    """Whether a template's source has a name in quotes."""
+    return f"'{name}'" in source or f'"{name}"' in source
+
+
+def _is_named(field: str, source: str) -> bool:
+    """Whether a template's source has a field's name as Jinja writes it: ``.name`` or ``'name'``."""
+    return _is_quoted(field, source) or re.search(rf"\.{re.escape(field)}\b", source) is not None
 
 
 def _replaced(messages: list[Message], at: int, fields: Mapping[str, Any]) -> list[Message]:
@@ -513,18 +414,6 @@ def _probe_calls(messages: list[Message]) -> tuple[list[Message], list[str]]:
     return probed, values
 
 
-def parsed(value: Any, where: str, name: str) -> Any:
-    """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return load_json(value, where, name)
-    except json.JSONDecodeError as error:
-        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
-        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
-        raise UserError(where, what, todo) from None
-
-
 @lru_cache(maxsize=16)
 def mark_answers(template: str) -> str | None:
     """The template with `OPEN` and `CLOSE` around what its ``{% generation %}`` markers enclose; None without them.
@@ -535,3 +424,38 @@ def mark_answers(template: str) -> str | None:
         return None
     template = _END_GENERATION.sub(r"{%\1 endcall \2%}", template)
     return _MACRO + _GENERATION.sub(r"{%\1 call fsdp2kit_span() \2%}", template)
+
+
+# The day that chat templates write: that on which the run first began, on every rank and after every resume. Templates
+# of Llama 3.2, gpt-oss, SmolLM3 and others ask for today's date. Ranks would differ around midnight, and a run that is
+# resumed on another day would have other tokens than its checkpoint.
+_DAY_FUNCTION = "strftime_now"  # transformers' name of it
+_DAY_CALL = re.compile(_DAY_FUNCTION + r"""\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def settle_day(tokenizer: Tokenizer | None, run_dir: Path) -> None:
+    """Give a tokenizer the day on which the run first began, if its template writes one. Collective."""
+    if tokenizer is not None and writes_date(tokenizer):
+        seconds = gather_objects(began(run_dir) or time.time())[0]
+        set_facts(tokenizer, day=datetime.fromtimestamp(seconds).date())
+
+
+def writes_date(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template asks for the date."""
+    return _DAY_FUNCTION in str(tokenizer.chat_template)
+
+
+def day_of(tokenizer: Tokenizer) -> date:
+    """The day that the chat template writes: `settle_day`'s, else today."""
+    return facts_of(tokenizer).day or datetime.now().date()
+
+
+def _dated(source: str, tokenizer: Tokenizer) -> str:
+    """A template with the day in place of its calls for the date; at midnight, so that no text depends on the hour.
+
+    A function cannot be handed to the template: transformers makes texts of its variables.
+    """
+    if _DAY_FUNCTION not in source:
+        return source
+    midnight = datetime.combine(day_of(tokenizer), datetime.min.time())
+    return _DAY_CALL.sub(lambda call: json.dumps(midnight.strftime(call[2])), source)

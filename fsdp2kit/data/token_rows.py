@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2kit.data.column_names import CUMULATIVE, LENGTHS, NUMBERS, POSITIONS
-from fsdp2kit.data.formats import Columns
+from fsdp2kit.data.conversation import RowColumns
+from fsdp2kit.data.names import CUMULATIVE, LENGTHS, NUMBERS, POSITIONS
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 
 
-def labelled_documents(row: Columns) -> list[Encoded]:
+def labelled_documents(row: RowColumns) -> list[Encoded]:
     """The documents of a row's ``input_ids``, each with what is supervised of it.
 
     A row is one document, unless ``position_ids``, lengths, or numbers of documents say that it packs several. Its
@@ -22,7 +22,7 @@ def labelled_documents(row: Columns) -> list[Encoded]:
     """
     where = row.where
     row["input_ids"]  # required
-    ids = _integers(row.from_json(row.section.column("input_ids")), "input_ids", where)
+    ids = _integers(row.from_json(row.called("input_ids")), "input_ids", where)
     if wrong := [token for token in ids if not 0 <= token < 2**31]:
         raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
     starts = _starts(row, len(ids))
@@ -31,7 +31,7 @@ def labelled_documents(row: Columns) -> list[Encoded]:
     return [(ids[start:stop], learnt[start:stop]) for start, stop in borders]
 
 
-def _learnt(row: Columns, ids: Sequence[int], starts: Sequence[int]) -> list[bool]:
+def _learnt(row: RowColumns, ids: Sequence[int], starts: Sequence[int]) -> list[bool]:
     """Whether each token is learnt, by the row's labels and masks, which must agree."""
     if row.section.train_on == "all":
         return [True] * len(ids)
@@ -40,7 +40,7 @@ def _learnt(row: Columns, ids: Sequence[int], starts: Sequence[int]) -> list[boo
     reads_labels = row.is_named("labels") or not row.is_named("loss_mask")
     reads_masks = row.is_named("loss_mask") or not row.is_named("labels")
     if reads_labels and row.given("labels") is not None:
-        name = row.section.column("labels")
+        name = row.called("labels")
         found[name] = _labelled(row.from_json(name), ids, row.where)
     if reads_masks:
         found |= row.masks(len(ids), "input_ids")
@@ -72,7 +72,7 @@ def _labelled(labels: Any, ids: Sequence[int], where: str) -> list[bool]:
     return [label != IGNORE for label in labels]
 
 
-def _starts(row: Columns, count: int) -> list[int]:
+def _starts(row: RowColumns, count: int) -> list[int]:
     """The index of each document's first token, ascending; all columns that say it must agree."""
     found: dict[str, list[int]] = {}
     readers = [(POSITIONS, _from_positions), (LENGTHS, _from_lengths), (CUMULATIVE, _from_cumulative)]

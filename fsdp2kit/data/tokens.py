@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.chat import Chat, Span, supervised_spans
-from fsdp2kit.data.column_checks import check_columns, unread_columns
+from fsdp2kit.config.sections.data import DataConfig
+from fsdp2kit.data.columns import check_columns, unread_columns
+from fsdp2kit.data.conversation import (
+    WRAPPED,
+    Conversation,
+    PlainText,
+    conversations_in,
+    looks_unwrapped,
+    prompt_in,
+    read_columns,
+)
 from fsdp2kit.data.findings import Findings
-from fsdp2kit.data.formats import WRAPPED, Columns, Plain, asked_in, looks_unwrapped, text_in, texts_of
 from fsdp2kit.data.memory import check_room
+from fsdp2kit.data.rendered import Rendered, Renderer, Span, supervised_spans
 from fsdp2kit.data.rows import Row
-from fsdp2kit.data.special import SpecialTokens, encode_quotes, special_tokens
+from fsdp2kit.data.special import encode_quotes
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.token_rows import Encoded, labelled_documents
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.tokenizer import stop_tokens
 
 NO_ENDING = -1
 _CHARACTERS = 4 << 20  # that are tokenised in one call, unless one text has more
@@ -42,6 +49,17 @@ class Prompt:
     """A conversation; a text if the tokenizer has no chat template. Empty where an environment makes it."""
     ids: list[int]
     """Token ids of the messages with the generation prompt, or of the text."""
+
+
+class _Learnt(NamedTuple):
+    """A text to tokenise, and what of it is learnt."""
+
+    text: str
+    spans: Sequence[Span]
+    """Characters that are learnt, ascending."""
+    where: str
+    rendered: Rendered | None
+    """The conversation whose text it is; None for a plain text, around which the tokenizer puts BOS and EOS."""
 
 
 def encode_rows(
@@ -71,36 +89,187 @@ def encode_documents(
         findings: what is noticed of the rows is added here.
     """
     findings = Findings() if findings is None else findings
-    named = [Columns(row, section, tokenizer, block=rows, follows=follows) for row in rows]
+    documents: list[list[Encoded]] = []
+    learnt: list[list[_Learnt]] = []
+    renderer = Renderer(tokenizer)
+    for row in read_columns(rows, section, follows=follows):
+        if section.format == "tokens":
+            documents.append(labelled_documents(row))
+            check_columns(row, tokenizer=None)
+            findings.note_row(unread=unread_columns(row), systems_twice=[])
+            continue
+        said = conversations_in(row)
+        conversations = [one for one in said if isinstance(one, Conversation)]
+        check_columns(row, tokenizer=tokenizer if conversations else None)
+        unread = unread_columns(row)
+        learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
+        findings.note_row(unread=unread, systems_twice=[one.has_system_twice for one in conversations])
     if section.format == "tokens":
-        found = [labelled_documents(row) for row in named]
-        for row in named:
-            _look_at(row, findings, ())
-        return found
+        return documents
+    texts = list(itertools.chain.from_iterable(learnt))
     if section.format == "text":
-        texts = [Plain(text_in(row), 0, row.where) for row in named]
-        for row in named:
-            _look_at(row, findings, ())
-        return [[one] for one in _encode_texts(texts, tokenizer, findings)]
-    by_row = []
-    for row in named:
-        by_row.append(texts_of(row))
-        _look_at(row, findings, by_row[-1])
-    if section.format in WRAPPED and rows:
-        findings.unwrapped |= looks_unwrapped(rows[0], section, tokenizer)
-    encoded = iter(_encode([text for texts in by_row for text in texts], section, tokenizer, findings))
-    return [list(itertools.islice(encoded, len(texts))) for texts in by_row]
+        encoded = iter(_encode_plain_texts(texts, tokenizer, findings))
+    else:
+        if section.format in WRAPPED and rows:
+            findings.unwrapped |= looks_unwrapped(rows[0], section, tokenizer)
+        encoded = iter(_encode(texts, renderer, findings))
+    return [list(itertools.islice(encoded, len(of_row))) for of_row in learnt]
 
 
-def _look_at(row: Columns, findings: Findings, texts: Sequence[Chat | Plain]) -> None:
-    """Refuse columns that would have to be read, and note what else a person should know of a row."""
-    chats = [text for text in texts if isinstance(text, Chat)]
-    check_columns(row, is_rendered=bool(chats))
-    findings.note_unread(unread_columns(row))
-    for chat in chats:
-        roles = itertools.pairwise(message["role"] for message in chat.messages)
-        findings.note_conversation(has_system_twice=("system", "system") in roles)
-    findings.rows += 1
+def encode_prompts(
+    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, findings: Findings | None = None
+) -> list[Prompt]:
+    """The prompts of rows of the format "prompts", tokenised with the generation prompt.
+
+    Rows of the format "rows" have none: an environment makes them, each time a row is asked.
+
+    Args:
+        findings: what is noticed of the rows is added here.
+    """
+    findings = Findings() if findings is None else findings
+    if section.format == "rows":
+        return [Prompt(row.parse(), [], []) for row in rows]
+    found = []
+    renderer = Renderer(tokenizer)
+    for row in read_columns(rows, section):
+        asked = prompt_in(row, has_template=tokenizer.chat_template is not None)
+        conversations = [asked] if isinstance(asked, Conversation) else []
+        check_columns(row, tokenizer=tokenizer if conversations else None)
+        findings.note_row(unread=unread_columns(row), systems_twice=[one.has_system_twice for one in conversations])
+        if isinstance(asked, str):
+            messages = asked
+            ids = plain_prompt_ids(tokenizer, asked)
+        else:
+            rendered = renderer.render(asked)
+            findings.note_special(rendered.conversation.where, rendered.own_special, quotes=bool(rendered.stand_ins))
+            messages = rendered.messages
+            ids = encode_text(rendered.text, rendered, renderer)
+        if not ids:
+            raise UserError(row.where, "the prompt is empty", "drop the row")
+        found.append(Prompt(row.whole, messages, ids))
+    return found
+
+
+def encode_text(text: str, rendered: Rendered, renderer: Renderer) -> list[int]:
+    """Token ids of a part of a conversation's text.
+
+    Raises:
+        UserError: it quotes a special token, and cannot be encoded without it.
+    """
+    tokenizer = renderer.tokenizer
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not rendered.stand_ins:
+        return ids
+    return encode_quotes(text, ids, rendered.stand_ins, tokenizer, renderer.special, where=rendered.where)[0]
+
+
+def _learnt_of(said: Conversation | PlainText, renderer: Renderer, section: DataConfig, findings: Findings) -> _Learnt:
+    """The text of what is said, and the characters that are learnt."""
+    if isinstance(said, PlainText):
+        return _Learnt(said.text, [(said.start, len(said.text))], said.where, None)
+    rendered = renderer.render(said)
+    findings.note_special(rendered.conversation.where, rendered.own_special, quotes=bool(rendered.stand_ins))
+    text, spans = supervised_spans(rendered, renderer.special, section.train_on)
+    return _Learnt(text, spans, rendered.where, rendered)
+
+
+def _encode(texts: Sequence[_Learnt], renderer: Renderer, findings: Findings) -> list[Encoded]:
+    """Tokenise texts and supervise the tokens that overlap their spans; plain texts get an end-of-text token."""
+    tokenizer = renderer.tokenizer
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.tokenizer",
+            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
+            "use a fast tokenizer (one with a tokenizer.json)",
+        )
+    for one in texts:
+        check_room(one.text, one.where, tokenizer, with_offsets=True)
+    encoded: list[Encoded] = []
+    for is_plain, alike in itertools.groupby(texts, key=lambda one: one.rendered is None):
+        before, after = special_affixes(tokenizer) if is_plain else ([], [])
+        for some in _calls(list(alike)):
+            encoding = tokenizer(
+                [one.text for one in some],
+                add_special_tokens=is_plain,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                truncation=False,
+                verbose=False,
+            )
+            assert encoding.encodings is not None, "a fast tokenizer has them"
+            # Read the offsets text by text: a batch's are one tuple a token, which slows the garbage collector.
+            for one, ids, of_text in zip(some, encoding["input_ids"], encoding.encodings, strict=True):
+                offsets = of_text.offsets
+                if one.rendered is None:
+                    kept = _once(ids, before, after)
+                    findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+                    encoded.append(_ended(kept.of(ids), _mask(kept.of(offsets), one.spans), tokenizer))
+                    continue
+                if stand_ins := one.rendered.stand_ins:
+                    ids, offsets = encode_quotes(
+                        one.text, ids, stand_ins, tokenizer, renderer.special, where=one.where
+                    )
+                encoded.append((ids, _mask(offsets, one.spans)))
+    return encoded
+
+
+def _encode_plain_texts(texts: Sequence[_Learnt], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
+    """Tokenise plain texts, every token of which is supervised. No offsets are needed."""
+    encoded = []
+    for one in texts:
+        check_room(one.text, one.where, tokenizer, with_offsets=False)
+    before, after = special_affixes(tokenizer)
+    for some in _calls(texts):
+        for ids in tokenizer([one.text for one in some], truncation=False, verbose=False)["input_ids"]:
+            kept = _once(ids, before, after)
+            findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+            once = kept.of(ids)
+            encoded.append(_ended(once, [True] * len(once), tokenizer))
+    return encoded
+
+
+def _calls(texts: Sequence[_Learnt]) -> Iterator[Sequence[_Learnt]]:
+    """The texts in neighbours of at most `_CHARACTERS` together: a call holds hundreds of bytes for each token."""
+    start = 0
+    characters = 0
+    for at, one in enumerate(texts):
+        if at > start and characters + len(one.text) > _CHARACTERS:
+            yield texts[start:at]
+            start = at
+            characters = 0
+        characters += len(one.text)
+    if texts:
+        yield texts[start:]
+
+
+def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
+    """The tokens with a supervised end-of-text token, whether or not the tokenizer has added one."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids, mask
+    if ids and ids[-1] == end:
+        return ids, [*mask[:-1], True]
+    return [*ids, end], [*mask, True]
+
+
+def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token, given by its characters, overlaps one of the ascending spans.
+
+    Some tokenizers give a space's token empty offsets: it counts as one character where it stands. Tokens that the
+    tokenizer adds at the end have the offsets ``(0, 0)`` and are not supervised.
+    """
+    count = len(offsets)
+    while count > 1 and offsets[count - 1] == (0, 0):
+        count -= 1
+    mask = [False] * len(offsets)
+    for start, end in spans:
+        # Tokens are in the order of their characters, so a span's tokens are neighbours.
+        first = bisect_left(offsets, (start,), hi=count)
+        while first > 0 and max(offsets[first - 1][1], offsets[first - 1][0] + 1) > start:
+            first -= 1
+        last = bisect_left(offsets, (end,), hi=count)
+        mask[first:last] = [True] * (last - first)
+    return mask
 
 
 def special_affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -142,182 +311,14 @@ def _once(ids: Sequence[int], before: list[int], after: list[int]) -> _Once:
 
     A text that begins with the BOS has it twice then, and one that ends with the EOS, too.
     """
-    begin, stop = len(before), len(ids)
+    begin = len(before)
+    stop = len(ids)
     for count in range(len(before), 0, -1):  # the text may begin with the last of several
         while begin + count <= stop - len(after) and list(ids[begin : begin + count]) == before[-count:]:
             begin += count
     while after and stop - 2 * len(after) >= begin and ids[stop - 2 * len(after) : stop - len(after)] == after:
         stop -= len(after)
     return _Once(len(before), begin, stop)
-
-
-def encode_prompts(
-    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, findings: Findings | None = None
-) -> list[Prompt]:
-    """The prompts of rows of the format "prompts", tokenised with the generation prompt.
-
-    Rows of the format "rows" have none: an environment makes them, each time a row is asked.
-
-    Args:
-        findings: what is noticed of the rows is added here.
-    """
-    findings = Findings() if findings is None else findings
-    if section.format == "rows":
-        return [Prompt(row.parse(), [], []) for row in rows]
-    found, special = [], special_tokens(tokenizer)
-    for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
-        asked = asked_in(row)
-        if isinstance(asked, str):
-            _look_at(row, findings, ())
-            ids = plain_prompt_ids(tokenizer, asked)
-        else:
-            chat = row.chat(asked)
-            _look_at(row, findings, [chat])
-            asked = chat.messages
-            chat = chat.quoting(special, prompt=True)
-            findings.note_special(chat.where, chat.own_special, quotes=bool(chat.stand_ins))
-            ids = encode_text(chat.text(prompt=True), chat, tokenizer, special)
-        if not ids:
-            raise UserError(row.where, "the prompt is empty", "drop the row")
-        found.append(Prompt(row.whole, asked, ids))
-    return found
-
-
-def encode_prompt(chat: Chat, tokenizer: Tokenizer, special: SpecialTokens) -> list[int]:
-    """Token ids of a conversation with the generation prompt.
-
-    Raises:
-        UserError: it quotes a special token, and cannot be encoded without it.
-    """
-    chat = chat.quoting(special, prompt=True)
-    return encode_text(chat.text(prompt=True), chat, tokenizer, special)
-
-
-def encode_text(text: str, chat: Chat, tokenizer: Tokenizer, special: SpecialTokens) -> list[int]:
-    """Token ids of a part of the text of a conversation, which `Chat.quoting` returned.
-
-    Raises:
-        UserError: it quotes a special token, and cannot be encoded without it.
-    """
-    if chat.stand_ins:
-        return encode_quotes(text, chat.stand_ins, tokenizer, special, where=chat.where)[0]
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _encode(
-    rows: Sequence[Chat | Plain], section: DataConfig, tokenizer: Tokenizer, findings: Findings
-) -> list[Encoded]:
-    """Tokenise texts and supervise the tokens that overlap their spans; plain texts get an end-of-text token."""
-    if not tokenizer.is_fast:
-        raise UserError(
-            "model.tokenizer",
-            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
-            "use a fast tokenizer (one with a tokenizer.json)",
-        )
-    encoded, special = [], special_tokens(tokenizer)
-    for kind, alike in itertools.groupby(rows, key=type):
-        texts, spans, quoting = [], [], dict[int, Chat]()
-        for row in alike:
-            if isinstance(row, Chat):
-                chat = row.quoting(special)
-                findings.note_special(chat.where, chat.own_special, quotes=bool(chat.stand_ins))
-                text, of_text = supervised_spans(chat, special, section.train_on)
-                if chat.stand_ins:
-                    quoting[len(texts)] = chat
-            else:
-                text, of_text = row.text, [(row.start, len(row.text))]
-            check_room(text, row.where, tokenizer, with_offsets=True)
-            texts.append(text)
-            spans.append(of_text)
-        before, after = special_affixes(tokenizer) if kind is Plain else ([], [])
-        for part in _calls(texts):
-            encoding = tokenizer(
-                texts[part],
-                add_special_tokens=kind is Plain,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                truncation=False,
-                verbose=False,
-            )
-            assert encoding.encodings is not None, "a fast tokenizer has them"
-            # Read the offsets row by row: a batch's are one tuple a token, which slows the garbage collector.
-            for at, ids, of_row in zip(
-                range(*part.indices(len(texts))), encoding["input_ids"], encoding.encodings, strict=True
-            ):
-                offsets = of_row.offsets
-                if kind is not Plain:
-                    if chat := quoting.get(at):
-                        ids, offsets = encode_quotes(texts[at], chat.stand_ins, tokenizer, special, where=chat.where)
-                    encoded.append((ids, _mask(offsets, spans[at])))
-                    continue
-                kept = _once(ids, before, after)
-                findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
-                mask = _mask(kept.of(offsets), spans[at])
-                encoded.append(_ended(kept.of(ids), mask, tokenizer))
-    return encoded
-
-
-def _encode_texts(rows: Sequence[Plain], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
-    """Tokenise plain texts, every token of which is supervised."""
-    texts, encoded = [row.text for row in rows], []
-    for row in rows:
-        check_room(row.text, row.where, tokenizer, with_offsets=False)
-    before, after = special_affixes(tokenizer)
-    for part in _calls(texts):
-        for ids in tokenizer(texts[part], truncation=False, verbose=False)["input_ids"]:
-            kept = _once(ids, before, after)
-            findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
-            once = kept.of(ids)
-            encoded.append(_ended(once, [True] * len(once), tokenizer))
-    return encoded
-
-
-def _calls(texts: Sequence[str]) -> Iterator[slice]:
-    """The texts in neighbours of at most `_CHARACTERS` together: a call holds hundreds of bytes for each token."""
-    start, characters = 0, 0
-    for at, text in enumerate(texts):
-        if at > start and characters + len(text) > _CHARACTERS:
-            yield slice(start, at)
-            start, characters = at, 0
-        characters += len(text)
-    if texts:
-        yield slice(start, len(texts))
-
-
-def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
-    """The tokens with a supervised end-of-text token, whether or not the tokenizer has added one."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids, mask
-    if ids and ids[-1] == end:
-        return ids, [*mask[:-1], True]
-    return [*ids, end], [*mask, True]
-
-
-def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token, given by its characters, overlaps one of the ascending spans.
-
-    Some tokenizers give a space's token empty offsets: it counts as one character where it stands. Tokens that the
-    tokenizer adds at the end have the offsets ``(0, 0)`` and are not supervised.
-    """
-    count = len(offsets)
-    while count > 1 and offsets[count - 1] == (0, 0):
-        count -= 1
-    mask = [False] * len(offsets)
-    for start, end in spans:
-        # Tokens are in the order of their characters, so a span's tokens are neighbours.
-        first = bisect_left(offsets, (start,), hi=count)
-        while first > 0 and max(offsets[first - 1][1], offsets[first - 1][0] + 1) > start:
-            first -= 1
-        last = bisect_left(offsets, (end,), hi=count)
-        mask[first:last] = [True] * (last - first)
-    return mask
-
-
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens that may end a turn or a text."""
-    ids = {at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(ids | {*stop_tokens(tokenizer)})
 
 
 def ending_of(ids: np.ndarray, supervised: np.ndarray, special: frozenset[int]) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -45,11 +44,11 @@ _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a12345678"}
 
 
-@dataclass(eq=False)
-class TokenizerNotes:
-    """What transformers' tokenizers have no place for; see `notes_of`."""
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a run knows of a tokenizer beside what its files say. It travels with the tokenizer, also to processes."""
 
-    new_tokens: tuple[int, ...] = ()
+    new: tuple[int, ...] = ()
     """Ids that `build_tokenizer` added to the vocabulary, ascending."""
     stops: tuple[int, ...] = ()
     """Ids at which generation of the model stops, beside the tokenizer's EOS."""
@@ -57,12 +56,14 @@ class TokenizerNotes:
     """The day that the chat template writes; None: today."""
 
 
-_NOTES: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, TokenizerNotes] = weakref.WeakKeyDictionary()
+def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
+    """What is known of a tokenizer; of one from elsewhere nothing."""
+    return vars(tokenizer).get("fsdp2kit_facts", TokenizerFacts())
 
 
-def notes_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerNotes:
-    """What is known of a tokenizer beside itself, until it is freed; a copy of it begins with none."""
-    return _NOTES.setdefault(tokenizer, TokenizerNotes())
+def set_facts(tokenizer: PreTrainedTokenizerBase, **facts: Any) -> None:
+    """Change some of the `TokenizerFacts` of a tokenizer, in its attribute ``fsdp2kit_facts``."""
+    vars(tokenizer)["fsdp2kit_facts"] = replace(facts_of(tokenizer), **facts)
 
 
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -98,7 +99,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
         _ADDED[_key_of(source)] = (tuple(sorted(tokenizer.added_tokens_decoder)), tokenizer.vocab_size)
         if section.chat_template is not None:
             tokenizer.chat_template = _read_template(section.chat_template)
-            notes_of(tokenizer).new_tokens = _add_markers(tokenizer)
+            set_facts(tokenizer, new=_add_markers(tokenizer))
         elif isinstance(tokenizer.chat_template, str):
             # transformers takes the byte-order mark of a file for text, and it would be learnt.
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
@@ -110,7 +111,7 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
 
 def new_tokens(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Ids that `build_tokenizer` added to the vocabulary, ascending."""
-    return notes_of(tokenizer).new_tokens if tokenizer is not None else ()
+    return facts_of(tokenizer).new if tokenizer is not None else ()
 
 
 def tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, ...]:
@@ -169,7 +170,8 @@ def check_same_tokens(section: ModelConfig) -> None:
         for key, source in (("model.path", own), ("model.tokenizer", given)):
             _check_source(key, source)
         load: Any = partial(_load, trust_remote_code=section.trust_remote_code, local_files_only=True)
-        known, other = load("model.path", own), load("model.tokenizer", given)
+        known = load("model.path", own)
+        other = load("model.tokenizer", given)
     except UserError:
         return
     if difference := _difference(known, other):
@@ -206,12 +208,14 @@ def _has_same_files(own: str, given: str) -> bool:
 
 def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
     """What tells the ids of two tokenizers apart, in words; "" for nothing."""
-    ids, others = known.get_vocab(), other.get_vocab()
+    ids = known.get_vocab()
+    others = other.get_vocab()
     moved = sorted((text for text, token in ids.items() if others.get(text, token) != token), key=ids.__getitem__)
     # Tokens of plain text first: people recognise them.
     plain = [text for text in moved if text.isascii() and text.isalpha()] or moved
     if plain:
-        text, count = plain[0], f"{len(moved):,} of {len(ids):,} tokens differ"
+        text = plain[0]
+        count = f"{len(moved):,} of {len(ids):,} tokens differ"
         return f"{text!r} has id {ids[text]} there, and {others[text]} here ({count})"
     reserved = known.added_tokens_decoder
     texts = {token: text for text, token in others.items()}
@@ -230,7 +234,7 @@ def _difference(known: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
 
 def set_stop_tokens(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
     """Say at which ids generation of the model stops, beside the tokenizer's EOS; `build_tokenizer` does."""
-    notes_of(tokenizer).stops = tuple(ids)
+    set_facts(tokenizer, stops=tuple(ids))
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -239,7 +243,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     `build_tokenizer` reads the config. Of a tokenizer from elsewhere the EOS alone is known.
     """
     own = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    return tuple(sorted({*own, *notes_of(tokenizer).stops}))
+    return tuple(sorted({*own, *facts_of(tokenizer).stops}))
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -248,7 +252,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     It is the one that the chat template puts after an answer. Some templates, like GLM-4's, put none: the answer then
     ends at the marker of the next role, if generation stops at it, or else at the EOS.
     """
-    special, answered = _special_tokens(tokenizer), _rendered(tokenizer, [_QUESTION, _SAID])
+    special = special_vocabulary(tokenizer)
+    answered = _rendered(tokenizer, [_QUESTION, _SAID])
     if _ANSWER not in answered:
         return set()
     after = answered.partition(_ANSWER)[2].lstrip()
@@ -265,16 +270,22 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def ends_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template itself puts a special token after answers, and after tool calls if it takes any."""
-    special = tuple(_special_tokens(tokenizer))
+    special = tuple(special_vocabulary(tokenizer))
     texts = [_rendered(tokenizer, [_QUESTION, said]) for said in (_SAID, _CALLED)]
     return all(text.rstrip().endswith(special) for text in texts if _ANSWER in text)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def special_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens, by their texts: its EOS, and added tokens that are special."""
     special = {token.content: at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
     if isinstance(tokenizer.eos_token_id, int):
         special[str(tokenizer.eos_token)] = tokenizer.eos_token_id
     return special
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the tokens that may end a turn or a text."""
+    return frozenset({*special_vocabulary(tokenizer).values(), *stop_tokens(tokenizer)})
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -332,7 +343,8 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
 
 
 def _read_template(value: str) -> str:
-    path, where = ready_template(value) or Path(value), f"model.chat_template: {value}"
+    path = ready_template(value) or Path(value)
+    where = f"model.chat_template: {value}"
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -144,10 +144,9 @@ def _same(tokenizer: Any, other: Any) -> bool:
 
 def _backend(tokenizer: Any) -> dict[str, Any] | None:
     """All that the tokenizers library knows of it, but for what a call sets; None without that library."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if not tokenizer.is_fast:
         return None
-    fields = json.loads(backend.to_str())
+    fields = json.loads(tokenizer.backend_tokenizer.to_str())
     return {key: value for key, value in fields.items() if key not in ("padding", "truncation")}
 
 
@@ -164,7 +163,9 @@ def _write_template(tokenizer: Any, directory: Path, *, has_processor: bool) -> 
         return  # several by name
     for path in directory.glob("additional_chat_templates/*.jinja"):
         path.unlink()
-    config, plain, former = directory / _CONFIG, directory / "chat_template.jinja", directory / "chat_template.json"
+    config = directory / _CONFIG
+    plain = directory / "chat_template.jinja"
+    former = directory / "chat_template.json"
     fields = _read_json(config)
     if template is None:
         plain.unlink(missing_ok=True)
@@ -184,7 +185,9 @@ def _write_tokens(tokenizer: Any, stored: Any, directory: Path) -> None:
     """Add the tokens that the files lack, or have otherwise."""
     before = _added(stored)
     new = {at: token for at, token in _added(tokenizer).items() if before.get(at) != token}
-    own, config, former = directory / "tokenizer.json", directory / _CONFIG, directory / "added_tokens.json"
+    own = directory / "tokenizer.json"
+    config = directory / _CONFIG
+    former = directory / "added_tokens.json"
     if own.is_file():
         fields = _read_json(own)
         tokens = {token["id"]: token for token in fields.get("added_tokens") or []}
@@ -204,8 +207,10 @@ def _write_tokens(tokenizer: Any, stored: Any, directory: Path) -> None:
 
 def _write_settings(tokenizer: Any, stored: Any, directory: Path) -> None:
     """Write other special tokens, lengths and sides than the files have."""
-    config, former = directory / _CONFIG, directory / "special_tokens_map.json"
-    before, now = stored.special_tokens_map, tokenizer.special_tokens_map
+    config = directory / _CONFIG
+    former = directory / "special_tokens_map.json"
+    before = stored.special_tokens_map
+    now = tokenizer.special_tokens_map
     tokens = {name: token for name, token in now.items() if isinstance(token, str) and before.get(name) != token}
     known = _settings(stored)
     settings = {name: value for name, value in _settings(tokenizer).items() if value != known[name]}

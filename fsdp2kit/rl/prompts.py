@@ -17,13 +17,13 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.contents import Content, content_of
-from fsdp2kit.data.day import settle_day
+from fsdp2kit.data.conversation import content_key
 from fsdp2kit.data.findings import Findings
-from fsdp2kit.data.formats import content_key
 from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
+from fsdp2kit.data.template import settle_day
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.schema import DataConfig, ModelConfig
-from fsdp2kit.data.formats import ALSO, WRAPPED, answers_per_row, looks_unwrapped, messages_in
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.sections.data import DataConfig
+from fsdp2kit.data.conversation import WRAPPED, answers_per_row, looks_unwrapped
+from fsdp2kit.data.messages import messages_in
+from fsdp2kit.data.names import ALSO
 from fsdp2kit.data.rows import Row, RowReader, estimate_rows
 from fsdp2kit.data.sources import is_url, locate
 from fsdp2kit.data.template import Tokenizer

@@ -14,16 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import EvalConfig
-from fsdp2kit.data.chat import Chat
+from fsdp2kit.data.conversation import prompt_of
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.data.special import special_tokens
-from fsdp2kit.data.tokens import encode_prompt, plain_prompt_ids, special_ids
+from fsdp2kit.data.rendered import Renderer
+from fsdp2kit.data.tokens import encode_text, plain_prompt_ids
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import status, stop
 from fsdp2kit.job.distributed import agreement, reduce_numbers
 from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.job.stop import Stopped
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.model.tokenizer import special_ids
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
@@ -255,5 +256,6 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if messages[-1]["role"] == "assistant":
         raise UserError(where, "ends in the assistant's message, so nothing is asked", "end it in a user's message")
-    chat = Chat(messages, tokenizer, where=where, variables={})
-    return encode_prompt(chat, tokenizer, special_tokens(tokenizer))
+    renderer = Renderer(tokenizer)
+    rendered = renderer.render(prompt_of(messages, where=where))
+    return encode_text(rendered.text, rendered, renderer)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.chat import TrainOn
+from fsdp2kit.data.messages import TrainOn
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import Encoded, encode_rows
 

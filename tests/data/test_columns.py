@@ -8,9 +8,9 @@ import pytest
 
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.column_checks import unread_columns
-from fsdp2kit.data.column_names import REFUSED
-from fsdp2kit.data.formats import Columns, row_key
+from fsdp2kit.data.columns import unread_columns
+from fsdp2kit.data.conversation import conversations_in, read_columns, row_key
+from fsdp2kit.data.names import REFUSED
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
@@ -112,7 +112,7 @@ METADATA |= {"sample_weight": None, "history": [], "tools": [], "images": [], "c
 def test_metadata_stops_no_run_and_is_named(kind: str, tokenizer) -> None:
     assert encode(kind, METADATA, tokenizer) == encode(kind, {}, tokenizer)
     how = DataConfig(format=kind)  # pyright: ignore[reportArgumentType]
-    unread = unread_columns(Columns(Row({**ROWS[kind], **METADATA}, "x"), how, tokenizer))
+    unread = unread_columns(*read_columns([Row({**ROWS[kind], **METADATA}, "x")], how))
     assert {"id", "source", "label", "weight"} <= {*unread}
     assert not {"lengths", "sample_weight", "tools", "images", *ROWS[kind]} & {*unread}, "what is empty is not named"
 
@@ -192,8 +192,9 @@ def test_a_list_beside_the_messages_is_one_flag_for_each(tokenizer) -> None:
 
     def flags(row: dict, **named) -> list:
         how = DataConfig(format="chat", columns=ColumnsConfig(**named))
-        messages = Columns(Row({"messages": MULTI, **row}, "x.jsonl:1"), how, tokenizer)._flagged(MULTI)
-        return [message.get("loss_mask") for message in messages]
+        [columns] = read_columns([Row({"messages": MULTI, **row}, "x.jsonl:1")], how)
+        [said] = conversations_in(columns)
+        return [message.get("loss_mask") for message in said.messages]
 
     assert flags({"loss_mask": [0, 1, 0, 0]}) == [0, 1, 0, 0]
     assert flags({"loss_mask": "[0, 1, 0, 0]"}) == [0, 1, 0, 0]

@@ -12,8 +12,7 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
-from fsdp2kit.data.day import day_of, settle_day
-from fsdp2kit.data.template import Template
+from fsdp2kit.data.template import Template, day_of, settle_day
 from fsdp2kit.job.events import began
 from tests.data import templates
 from tests.data.families import SINGLE

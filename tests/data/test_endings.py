@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp2kit.config.schema import DataConfig, ModelConfig
 from fsdp2kit.config.sections.data import PromptDataConfig
-from fsdp2kit.data import chat
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tables import cache_key
+from fsdp2kit.data.template import Template
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer, set_stop_tokens, stop_tokens, turn_ends
@@ -313,8 +313,8 @@ def rendered(tokenizer: Any, messages: list[dict], ending: str) -> str:
 def test_many_turns_are_learnt_as_each_of_them_is_generated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, messages = LONG[name], conversation(80)
     ending = "<|eot_id|>" if name == "llama31" else str(tokenizer.eos_token)
-    calls, render = [], chat.Template.render
-    monkeypatch.setattr(chat.Template, "render", lambda *a, **b: (calls.append(1), render(*a, **b))[1])
+    calls, render = [], Template.render
+    monkeypatch.setattr(Template, "render", lambda *a, **b: (calls.append(1), render(*a, **b))[1])
     assert learnt(tokenizer, messages) == rendered(tokenizer, messages, ending)
     few = len(calls)
     calls.clear()

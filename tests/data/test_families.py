@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2kit.data.chat import TrainOn
+from fsdp2kit.data.messages import TrainOn
 from fsdp2kit.errors import UserError
 from tests.data.families import ANSWER, FAMILIES, MULTI, SECOND, SINGLE, tokenizer_of
 from tests.data.templates import encode_chat, learnt_text, make_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.chat import TrainOn, check_messages
+from fsdp2kit.data.messages import TrainOn, check_messages
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError

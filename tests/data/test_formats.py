@@ -12,8 +12,8 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data import tables
+from fsdp2kit.data.conversation import looks_unwrapped, read_columns, row_key
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.formats import Columns, looks_unwrapped, row_key
 from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
@@ -458,7 +458,7 @@ def test_advice_fits_the_rows_beside_it(tokenizer) -> None:
 
 def test_advice_names_only_keys_that_exist(tokenizer) -> None:
     """A format of one's own may read a column that `[data.columns]` does not know."""
-    row = Columns(Row({"contexts": "a"}, "x.jsonl: line 1"), ChatDataConfig(), tokenizer)
+    [row] = read_columns([Row({"contexts": "a"}, "x.jsonl: line 1")], ChatDataConfig())
     with pytest.raises(UserError, match=r"no 'context' \(it has: contexts\); did you mean 'contexts'\? Rename it, or"):
         assert row["context"]
     with pytest.raises(UserError, match=r"no 'picture' .*; add the column, or set data\.format"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp2kit.data.documents import Documents, Report
+from fsdp2kit.data.documents import Counts, Documents
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
@@ -21,7 +21,7 @@ def make_documents(lengths: list[int]) -> Documents:
         ids = 1000 * (index + 1) + np.arange(lengths[index])
         return ids, ids % 3 > 0
 
-    report = Report(len(lengths), len(lengths), sum(lengths), 0)
+    report = Counts(len(lengths), len(lengths), sum(lengths), 0)
     return Documents(np.array(lengths, dtype=np.int64), "x", report, 10**6, read)
 
 

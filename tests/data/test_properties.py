@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from fsdp2kit.data.documents import Documents, Report
+from fsdp2kit.data.documents import Counts, Documents
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
@@ -39,7 +39,7 @@ def as_documents(corpus: list[list[tuple[int, bool]]]) -> Documents:
         return np.array(ids), np.array(supervised)
 
     lengths = np.array([len(document) for document in corpus])
-    return Documents(lengths, "x", Report(len(corpus), len(corpus), int(lengths.sum()), 0), 90, read)
+    return Documents(lengths, "x", Counts(len(corpus), len(corpus), int(lengths.sum()), 0), 90, read)
 
 
 def loader(documents: Documents, *, dp: int, rank: int, micro: int, **options) -> Loader:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config.section import TEMPLATES
-from fsdp2kit.data.chat import TrainOn
+from fsdp2kit.data.messages import TrainOn
 from fsdp2kit.errors import UserError
 from tests.data.families import tokenizer_of
 from tests.data.templates import encode_chat, make_tokenizer, spoken

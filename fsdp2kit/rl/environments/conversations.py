@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import Content
+from fsdp2kit.data.conversation import check_tools, prompt_of
+from fsdp2kit.data.messages import check_messages
+from fsdp2kit.data.rendered import Rendered, Renderer
 from fsdp2kit.data.rows import first_rows
-from fsdp2kit.data.special import SpecialTokens, special_tokens
 from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
@@ -50,7 +51,7 @@ class _Talk:
     """Its environment's."""
     seed: tuple[int, ...]
     chat: dict[str, Any]
-    """What `Chat` takes beside messages and tokenizer."""
+    """What `prompt_of` takes beside messages."""
     asked: Messages
     prompt: list[int]
     thinks: bool
@@ -145,7 +146,7 @@ class Conversations(ExitStack):
         asked = check_messages(messages, where, name="its messages")
         with self._lock:
             begun = self._chat(asked, chat)
-            text = begun.text(prompt=True)
+            text = begun.text
         prompt = self._encode(text, begun)
         room = self._seq_len - self._section.max_new_tokens
         if not 0 < len(prompt) <= room:
@@ -199,10 +200,10 @@ class Conversations(ExitStack):
         turn = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}" if thinks else _ANSWER
         said = [{**one, "content": turn} if one["role"] == "assistant" else one for one in talk.said]
         with self._lock:
-            before = self._chat([*talk.asked, *said[:-1]], talk.chat).text(prompt=True)
-            ended = self._chat([*talk.asked, *said], talk.chat).text().rstrip().endswith(_ANSWER)
+            before = self._chat([*talk.asked, *said[:-1]], talk.chat).text
+            ended = self._chat([*talk.asked, *said], talk.chat).text_of().rstrip().endswith(_ANSWER)
             going_on = self._chat([*talk.asked, *said, *messages], talk.chat)
-            after = going_on.text(prompt=True)
+            after = going_on.text
         written, _, rest = after[len(before) :].partition(_ANSWER)
         ids = self._encode(rest.lstrip(), going_on)
         is_kept = after.startswith(before) and (_THOUGHT in written or not thinks)
@@ -214,16 +215,16 @@ class Conversations(ExitStack):
         return ids if ended and ids[0] != stopped_at else ids[1:]
 
     @functools.cached_property
-    def _special(self) -> SpecialTokens:
-        return special_tokens(self._tokenizer)
+    def _renderer(self) -> Renderer:
+        return Renderer(self._tokenizer)
 
-    def _chat(self, messages: Messages, chat: Mapping[str, Any]) -> Chat:
-        return Chat(messages, self._tokenizer, **chat).quoting(self._special, prompt=True)
+    def _chat(self, messages: Messages, chat: Mapping[str, Any]) -> Rendered:
+        return self._renderer.render(prompt_of(messages, **chat))
 
-    def _encode(self, text: str, chat: Chat) -> list[int]:
-        """The token ids of a part of a chat's text."""
+    def _encode(self, text: str, rendered: Rendered) -> list[int]:
+        """The token ids of a part of a conversation's text."""
         with self._lock:
-            return encode_text(text, chat, self._tokenizer, self._special)
+            return encode_text(text, rendered, self._renderer)
 
 
 def check_environment(config: RLConfig, *, missing: Collection[str]) -> dict[str, str | None]:

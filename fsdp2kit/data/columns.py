@@ -1,4 +1,8 @@
-"""Whether a row says something in a column that is not read here, and which of its columns are not read."""
+"""Columns of a row that its format does not read: which are refused, and which are named at the start.
+
+A column that changes what is learnt, or what the model sees before it, must be read, or the row is refused. Which
+columns these are is in `fsdp2kit.data.names`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from fsdp2kit.config.data_formats import ASKED, COLUMNS, DataFormat
-from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.column_names import (
+from fsdp2kit.data.conversation import RowColumns
+from fsdp2kit.data.messages import messages_in
+from fsdp2kit.data.names import (
     CUMULATIVE,
     FUNCTIONS,
     LENGTHS,
     MASKS,
-    MEDIA,
+    MEDIA_KEYS,
     NUMBERS,
     POSITIONS,
     REFUSED,
@@ -26,40 +31,38 @@ from fsdp2kit.data.column_names import (
     Refused,
     When,
 )
-from fsdp2kit.data.formats import Columns, messages_in
-from fsdp2kit.data.template import mark_answers
+from fsdp2kit.data.template import Tokenizer, mark_answers
 from fsdp2kit.errors import UserError
 
 # Columns without which a row is an error of its own, which names the nearest one.
 _REQUIRED = {"messages", "conversations", "prompt", "completion", "instruction", "output", "text", "input_ids"}
 _REQUIRED |= {"chosen", "rejected"}
 _TEXTS = {"system", "input"}  # optional columns whose values are texts; those of others are lists or objects
-_NAMED = tuple(name for name in ColumnsConfig.model_fields if name != "ignore")
-_ALIKE, _SHORTEST_ALIKE = 0.9, 7  # similarity of names, and the letters from which on it counts
+_ALIKE = 0.9  # similarity of names
+_SHORTEST_ALIKE = 7  # letters from which on it counts
 
 
-def check_columns(row: Columns, *, is_rendered: bool) -> None:
+def check_columns(row: RowColumns, *, tokenizer: Tokenizer | None) -> None:
     """Refuse a row with a column that changes what is learnt, or what the model sees before it, and is not read.
 
     Args:
-        is_rendered: whether the chat template renders the row.
+        tokenizer: its chat template reads variables beside the messages; None if it does not render the row.
 
     Raises:
         UserError: it names the row and the column.
     """
-    section = row.section
-    read = _names_read(section)
-    variables = _template_variables(row) if is_rendered else frozenset()
-    for name in _suspects(section.format, tuple(row.all), read, variables):
+    format = row.section.format
+    read = _names_read(row)
+    variables = frozenset() if tokenizer is None else _variables_of(tokenizer)
+    for name in _suspects(format, tuple(row.all), read, variables):
         value = row.all[name]
         is_read = name in read and (name not in WEIGHTS or _is_list(row, name, value))
         if is_read or _is_empty(value):
             continue
-        for refused in _refusals_of(section.format, name):
+        for refused in _refusals_of(format, name):
             if not any(_has(row, other) for other in refused.unless) and _IS_REFUSED[refused.when](row, name, value):
                 raise _refusal(row, f"{name!r} {refused.what}", refused.todo.format(name=name), name)
-        is_variable = name in variables and name not in row.tokenizer.special_tokens_map
-        if is_variable and _kwargs(row).get(name) != value:
+        if name in variables and _template_arguments(row).get(name) != value:
             what = f"{name!r} is also a variable of the chat template, which is not given it"
             raise _refusal(row, what, f'write it as chat_template_kwargs: {{"{name}": …}}', name)
         near = _near_miss(name, read)
@@ -68,59 +71,76 @@ def check_columns(row: Columns, *, is_rendered: bool) -> None:
             raise _refusal(row, f"{name!r} is not read; did you mean {near!r}?", f"rename it to {near}", name)
 
 
+def unread_columns(row: RowColumns) -> list[str]:
+    """The columns of a row that its format does not read. Prompts have none: a reward or environment gets all."""
+    if row.section.format in ASKED:
+        return []
+    read = _names_read(row)
+    return [name for name, value in row.all.items() if name not in read and not _is_empty(value)]
+
+
+def _variables_of(tokenizer: Tokenizer) -> frozenset[str]:
+    """The variables that a chat template reads beside messages, tools and special tokens, and does not set itself."""
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError:  # several templates without a default, or none
+        return frozenset()
+    return _variables_in(source).difference(tokenizer.special_tokens_map)
+
+
+@lru_cache(maxsize=16)
+def _variables_in(source: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
+    except TemplateSyntaxError:  # rendering reports it
+        return frozenset()
+    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
+
+
+def _refusal(row: RowColumns, what: str, todo: str, name: str) -> UserError:
+    return UserError(row.where, what, f'{todo}, or set data.columns.ignore = ["{name}"] to pass over it')
+
+
+def _names_read(row: RowColumns) -> frozenset[str]:
+    """The data's names of all columns that a format reads, or looks at."""
+    return _read(row.section.format, tuple(row.named.items()))
+
+
+@lru_cache(maxsize=64)
+def _read(format: DataFormat, named: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    called = dict(named)
+    names = set(COLUMNS[format])
+    if "messages" in called:
+        names.discard("conversations")
+    if "tools" in names and "tools" not in called:
+        names.add(FUNCTIONS)
+    if format in ("tokens", "chat") and "loss_mask" not in called:
+        names.update(MASKS, WEIGHTS)
+    if format == "tokens":
+        names.update(POSITIONS, LENGTHS, CUMULATIVE, NUMBERS, ["attention_mask"])
+    elif format != "text":
+        names.update(MEDIA_KEYS)
+    return frozenset(called.get(name, name) for name in names)
+
+
 @lru_cache(maxsize=1024)
 def _suspects(
-    kind: DataFormat, names: tuple[str, ...], read: frozenset[str], variables: frozenset[str]
+    format: DataFormat, names: tuple[str, ...], read: frozenset[str], variables: frozenset[str]
 ) -> tuple[str, ...]:
     """The names of a row's columns whose values have to be looked at: few, so that most rows cost nothing."""
     return tuple(
         name
         for name in names
         if name in WEIGHTS
-        or (name not in read and (name in variables or _refusals_of(kind, name) or _near_miss(name, read)))
+        or (name not in read and (name in variables or _refusals_of(format, name) or _near_miss(name, read)))
     )
 
 
-def unread_columns(row: Columns) -> list[str]:
-    """The columns of a row that its format does not read. Prompts have none: a reward or environment gets all."""
-    if row.section.format in ASKED:
-        return []
-    unread = row.all.keys() - _names_read(row.section)
-    return [name for name in row.all if name in unread and not _is_empty(row.all[name])]
-
-
-def _refusal(row: Columns, what: str, todo: str, name: str) -> UserError:
-    return UserError(row.where, what, f'{todo}, or set data.columns.ignore = ["{name}"] to pass over it')
-
-
-def _names_read(section: DataConfig) -> frozenset[str]:
-    """The data's names of all columns that a format reads, or looks at."""
-    columns = section.columns
-    named = tuple(getattr(columns, name) for name in _NAMED)
-    return _read(section.format, named)
-
-
-@lru_cache(maxsize=64)
-def _read(kind: DataFormat, named: tuple[str | None, ...]) -> frozenset[str]:
-    called = {ours: theirs for ours, theirs in zip(_NAMED, named, strict=True) if theirs is not None}
-    names = set(COLUMNS[kind])
-    if "messages" in called:
-        names.discard("conversations")
-    if "tools" in names and "tools" not in called:
-        names.add(FUNCTIONS)
-    if kind in ("tokens", "chat") and "loss_mask" not in called:
-        names.update(MASKS, WEIGHTS)
-    if kind == "tokens":
-        names.update(POSITIONS, LENGTHS, CUMULATIVE, NUMBERS, ["attention_mask"])
-    elif kind != "text":
-        names.update(MEDIA)
-    return frozenset(called.get(name, name) for name in names)
-
-
 @lru_cache(maxsize=4096)
-def _refusals_of(kind: DataFormat, name: str) -> tuple[Refused, ...]:
+def _refusals_of(format: DataFormat, name: str) -> tuple[Refused, ...]:
     plain = name.lower().replace("-", "_")
-    return tuple(one for one in REFUSED if kind in one.formats and plain in one.names)
+    return tuple(one for one in REFUSED if format in one.formats and plain in one.names)
 
 
 @lru_cache(maxsize=4096)
@@ -140,31 +160,12 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower()).rstrip("s")
 
 
-def _template_variables(row: Columns) -> frozenset[str]:
-    try:
-        source = row.tokenizer.get_chat_template()
-    except ValueError:  # several templates without a default, or none
-        return frozenset()
-    return _variables_of(source)
-
-
-@lru_cache(maxsize=16)
-def _variables_of(source: str) -> frozenset[str]:
-    """The variables that a chat template reads and does not set itself."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
-    except TemplateSyntaxError:  # rendering reports it
-        return frozenset()
-    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
-
-
-def _kwargs(row: Columns) -> Mapping[str, Any]:
+def _template_arguments(row: RowColumns) -> Mapping[str, Any]:
     given = row.from_json("chat_template_kwargs")
     return given if isinstance(given, Mapping) else {}
 
 
-def _has(row: Columns, name: str) -> bool:
+def _has(row: RowColumns, name: str) -> bool:
     return not _is_empty(row.get(name))
 
 
@@ -189,30 +190,30 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _is_list(row: Columns, name: str, value: Any) -> bool:
+def _is_list(row: RowColumns, name: str, value: Any) -> bool:
     return isinstance(value, (list, dict)) or (isinstance(value, str) and not _is_text(value))
 
 
-def _is_not(number: float) -> Callable[[Columns, str, Any], bool]:
+def _is_not(number: float) -> Callable[[RowColumns, str, Any], bool]:
     """Whether a value is another number, or a list that holds another one."""
 
-    def check(row: Columns, name: str, value: Any) -> bool:
+    def check(row: RowColumns, name: str, value: Any) -> bool:
         found = [_number(one) for one in (value if isinstance(value, list) else [value])]
         return any(one is not None and one != number for one in found)
 
     return check
 
 
-def _is_word(*words: str) -> Callable[[Columns, str, Any], bool]:
+def _is_word(*words: str) -> Callable[[RowColumns, str, Any], bool]:
     """Whether a truth value, or a text or number for one, is one of some words."""
 
-    def check(row: Columns, name: str, value: Any) -> bool:
+    def check(row: RowColumns, name: str, value: Any) -> bool:
         return isinstance(value, (str, int)) and str(value).strip().lower() in words
 
     return check
 
 
-def _is_not_asked(row: Columns, name: str, value: Any) -> bool:
+def _is_not_asked(row: RowColumns, name: str, value: Any) -> bool:
     """Whether a text is missing from what the row asks."""
     asked = [row.get(one) for one in ("prompt", "instruction", "chosen")]
     plain = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in asked if one is not None]
@@ -222,11 +223,11 @@ def _is_not_asked(row: Columns, name: str, value: Any) -> bool:
     return not any(value.strip() in one or quoted in one for one in plain)
 
 
-def _is_beside_instruction(row: Columns, name: str, value: Any) -> bool:
-    return row.section.column("prompt") == "instruction" and _is_not_asked(row, name, value)
+def _is_beside_instruction(row: RowColumns, name: str, value: Any) -> bool:
+    return row.called("prompt") == "instruction" and _is_not_asked(row, name, value)
 
 
-def _lacks_system(row: Columns, name: str, value: Any) -> bool:
+def _lacks_system(row: RowColumns, name: str, value: Any) -> bool:
     """Whether a text is given and no conversation of the row begins with a system prompt."""
     if not isinstance(value, str) or not value.strip():
         return False
@@ -238,7 +239,7 @@ def _lacks_system(row: Columns, name: str, value: Any) -> bool:
     return True
 
 
-_IS_REFUSED: dict[When, Callable[[Columns, str, Any], bool]] = {
+_IS_REFUSED: dict[When, Callable[[RowColumns, str, Any], bool]] = {
     "given": lambda row, name, value: True,
     "list": _is_list,
     "not one": _is_not(1),

@@ -1,4 +1,4 @@
-"""What a message may hold, by the names that other tools give it: each is read, known to hold no text, or refused.
+"""Messages as the data writes them → OpenAI's: role, content, tool_calls. No chat template is asked here.
 
 Read are ShareGPT's roles and keys; calls and results of OpenAI, Anthropic, LangChain and ms-swift, as turns or as
 parts of a content; thoughts; and whether a turn is learnt. A chat template may read what is left, which is judged in
@@ -11,115 +11,132 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from fsdp2kit.data.rows import load_json
+from fsdp2kit.data.names import (
+    ARGUMENTS,
+    CALL_IDS,
+    CALL_NAMES,
+    CALL_ROLES,
+    CALLS,
+    ENCLOSED,
+    FLAG_VALUES,
+    FLAGS,
+    HARMLESS,
+    LIKE_A_FLAG,
+    MEDIA,
+    MEDIA_KEYS,
+    OPPOSITE,
+    PLAIN,
+    REASONING,
+    RESULT_KEYS,
+    RESULTS,
+    ROLES,
+    SPOKEN,
+    TEXTS,
+    THOUGHT_KEYS,
+    THOUGHTS,
+    USUAL,
+)
+from fsdp2kit.data.rows import load_json, parsed
 from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
+Messages = list[Message]
+TrainOn = Literal["assistant", "all", "last"]
 
-STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The names of roles that messages have after `fsdp2kit.data.template.Template.fit`."""
+BESIDE = ("tool_calls", *REASONING)
+"""Fields with text of a turn, beside its content."""
 
-# Other tools' names of the roles; ShareGPT's in the key "from".
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-}
-PLAIN = {"role", "content"}  # the fields of most messages
-CALL_ROLES = ("function_call", "tool_call")  # turns whose whole text is a call in JSON
-REASONING = ("reasoning_content", "reasoning", "thinking")
-
-# A 1 or true lets the assistant's turn be learnt, a 0 or false takes it out of the loss. OpenAI and mistral-finetune
-# call this weight, axolotl train or training, ms-swift and xtuner loss or loss_scale, LLaMA-Factory loss_weight,
-# Megatron and verl loss_mask. The field "masked" of torchtune says the opposite.
-FLAGS = (
-    "weight",
-    "train",
-    "training",
-    "trainable",
-    "train_on_turn",
-    "loss",
-    "loss_mask",
-    "loss_weight",
-    "loss_scale",
-    "learn",
-    "supervised",
-)
-_OPPOSITE = "masked"
-_FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
-# A field of another name that a tool may take for such a flag.
-_LIKE_A_FLAG = re.compile(
-    r"mask|loss|train|learn|supervis|weight|ignore|skip|exclude|context_only|is_context|is_target", re.IGNORECASE
-)
-
-# What a part may be beside text: as its type (OpenAI's "image_url" and "input_audio", …), or as its key.
-MEDIA = ("image", "video", "audio")
-_TEXTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "summary_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-}
-_THOUGHTS = ("thinking", "reasoning")
-_THOUGHT_KEYS = ("thinking", "reasoning", "text", "content", "summary")
-_CALLS = ("tool_use", "tool_call", "function_call")
-_RESULTS = ("tool_result", "tool_response", "function_call_output", "function_response")
-_CALL_IDS = ("tool_use_id", "tool_call_id", "call_id", "toolCallId", "id")
-_CALL_NAMES = ("name", "toolName", "tool_name")
-_ARGUMENTS = ("input", "arguments", "args")
-_RESULT_KEYS = ("content", "output", "result")
-
-# Fields that hold no text to learn, whatever their value is: what a row is called, when and by what it was made, what
-# was counted or rated, and notes of a tool on a text that stands elsewhere.
-_HARMLESS = {
-    *("id", "uuid", "message_id", "msg_id", "parent", "parent_id", "conversation_id", "turn_id"),
-    *("user_id", "call_id", "tool_call_id", "index", "idx", "turn", "timestamp", "time", "date"),
-    *("datetime", "created", "created_at", "create_time", "updated_at", "update_time", "tokens"),
-    *("token_count", "num_tokens", "length", "usage", "logprobs", "model", "model_name", "score"),
-    *("scores", "rating", "ratings", "quality", "rank", "reward", "lang", "language", "locale", "source"),
-    *("url", "hash", "object", "type", "content_type", "status", "state", "finish_reason", "stop_reason"),
-    *("stop_sequence", "metadata", "meta", "annotations", "citations", "signature", "cache_control"),
-    *("tags", "labels", "category", "toxicity", "detoxify", "moderation", "openai_moderation"),
-}
-# Short values of these are text all the same: they stand in the prompts of the tools that know them.
-_SPOKEN = {
-    *("recipient", "channel", "text", "thought", "thoughts", "think", "analysis", "rationale", "cot", "plan"),
-    *("scratchpad", "response", "answer", "output", "prompt", "instruction", "question", "query", "completion"),
-    *("message", "body", "translation", "tool_calls", "refusal", "value", *REASONING),
-}
-# What is sent along with a message, whatever it is.
-_ENCLOSED = ("file", "files", "attachment", "attachments", "document", "documents")
-_USUAL = {"channel": ("final",), "recipient": ("all", "assistant", "user")}
+_TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 _LETTERS = re.compile(r"[^\W\d_]")
 _LONGEST_WORD = 64
 
-# What stands around a thought in a content.
-_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "analysis", "scratchpad", "reflection")
-_THOUGHT_PAIRS = [
-    *((f"<{tag}>", f"</{tag}>") for tag in _TAGS),
-    ("[THINK]", "[/THINK]"),
-    ("◁think▷", "◁/think▷"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-]
-OPENING = _THOUGHT_PAIRS[0][0]
-"""Begins a thought; a generation prompt may open it."""
-CLOSING = _THOUGHT_PAIRS[0][1]
-_FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
+
+def check_messages(messages: Any, where: str, *, name: str = "messages") -> Messages:
+    """The messages as a list of dicts without None values, which pyarrow fills in for missing keys.
+
+    What other tools write in another way becomes OpenAI's: ShareGPT's ``{"from": "human", "value": "…"}``, Anthropic's
+    parts of a content. One message may become several.
+
+    Raises:
+        UserError: a message has another form; it names the row and the message.
+    """
+    if isinstance(messages, Sequence) and not messages:
+        raise UserError(where, f"{name} is empty", _TODO)
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        kinds = "a list" if name == "messages" else "a text or a list of messages"
+        todo = _TODO if name == "messages" else "give one of these"
+        raise UserError(where, f"{name} is {type_of(messages)}, not {kinds}", todo)
+    found: Messages = []
+    for position, message in enumerate(messages):
+        is_call = isinstance(message, Mapping) and message.get("from", message.get("role")) in CALL_ROLES
+        read = _check_message(message, where, f"{name}[{position}]", before=found)
+        if is_call and found and found[-1]["role"] == "assistant":
+            found[-1] = _one_turn(found[-1], read[0], where, f"{name}[{position}]")
+        else:
+            found += read
+    return found
 
 
-def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
+def _one_turn(message: Message, call: Message, where: str, name: str) -> Message:
+    """A turn of the assistant with the calls of ShareGPT's or ms-swift's turn behind it, which belong to it."""
+    marks = [learnt_by(one, where, name) for one in (message, call)]
+    if marks[0] != marks[1] and False in marks:
+        what = f"{name} and the turn before it are one turn of the assistant, and are learnt otherwise"
+        raise UserError(where, what, "mark both alike")
+    if "reasoning_content" in call:
+        what = f"{name} thinks again within a turn of the assistant"
+        raise UserError(where, what, "put the thought before the turn")
+    return {**message, "tool_calls": [*message.get("tool_calls", ()), *call["tool_calls"]]}
+
+
+def _check_message(message: Any, where: str, name: str, *, before: Sequence[Message]) -> Messages:
+    if not isinstance(message, Mapping):
+        raise UserError(where, f"{name} is {type_of(message)}, not an object", _TODO)
+    message = _read_fields(message, where, name)
+    if not isinstance(message.get("role"), str):
+        raise UserError(where, f"{name} has no role", _TODO)
+    _check_calls(message, where, name)
+    content = message.get("content")
+    if content is None and not any(message.get(field) for field in BESIDE):
+        raise UserError(where, f"{name} has no content", _TODO)
+    if content is not None and not isinstance(content, (str, list)):
+        raise UserError(where, f"{name}.content is {type_of(content)}, not text", _TODO)
+    return _unfolded(message, where, name, before) if isinstance(content, list) else [message]
+
+
+def type_of(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def _check_calls(message: Message, where: str, name: str) -> None:
+    """Turn a message's tool calls into a list of objects without None, in place; an empty list is removed."""
+    if "tool_calls" not in message:
+        return
+    calls = parsed(message["tool_calls"], where, f"{name}.tool_calls")
+    if not calls:
+        message.pop("tool_calls")
+        return
+    if not isinstance(calls, Sequence) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+    ):
+        todo = 'give [{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
+        raise UserError(where, f"{name}.tool_calls is no list of calls", todo)
+    message["tool_calls"] = [_call_without_none(call) for call in calls]
+
+
+def _call_without_none(call: Mapping[str, Any]) -> Message:
+    """The call without None values, which pyarrow fills in; None among the arguments stays."""
+    kept = {key: value for key, value in call.items() if value is not None}
+    if "function" in kept:
+        kept["function"] = {key: value for key, value in kept["function"].items() if value is not None}
+    elif "args" in kept and "arguments" not in kept:  # LangChain's
+        kept["arguments"] = kept.pop("args")
+    return kept
+
+
+def _read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
     """A message with what other tools call by other names under OpenAI's: role, content, tool_calls.
 
     None values, which pyarrow fills in for missing keys, are left out.
@@ -148,24 +165,38 @@ def read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
     if message.get("role") == "assistant":
         _read_refusal(message, where, name)
         _read_reasoning(message, where, name)
-    for kind in MEDIA:
-        for key in (kind, f"{kind}s"):
-            if (value := message.get(key)) and (not isinstance(value, list) or any(value)):
-                raise no_media(where, f"{name}.{key}", kind)
+    if key := media_in(message):
+        raise no_media(where, f"{name}.{key}", key)
     if message.get("prefix") is True:
         raise UserError(where, f"{name}.prefix is true: the turn is only begun", "drop the row, or end the turn")
     learnt_by(message, where, name)
     return message
 
 
-def no_media(where: str, name: str, kind: str) -> UserError:
-    """The error of a row that holds an image, a video or audio."""
+def media_in(fields: Mapping[str, Any]) -> str | None:
+    """The key of a message, or column of a row, that holds an image, a video or audio; a list of nulls is empty."""
+    for key in MEDIA_KEYS:
+        value = fields.get(key)
+        if value and (not isinstance(value, list) or any(value)):
+            return key
+    return None
+
+
+def no_media(where: str, name: str, key: str) -> UserError:
+    """The error of a row that holds an image, a video or audio.
+
+    Args:
+        name: of what holds it.
+        key: one of `MEDIA_KEYS`.
+    """
+    kind = key.removesuffix("s")
     return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
 
 
 def _read_call_turn(message: Message, where: str, name: str) -> None:
     """A turn of ShareGPT or ms-swift that is a call, in JSON, as one of the assistant with tool calls, in place."""
-    content, thought = message.pop("content", None), None
+    content = message.pop("content", None)
+    thought = None
     if isinstance(content, str) and (found := thought_in(content)) is not None:  # LLaMA-Factory's
         thought, content = found
     value = content
@@ -211,6 +242,27 @@ def _read_reasoning(message: Message, where: str, name: str) -> None:
         message.pop(key)
 
 
+def messages_in(value: Any, where: str) -> Any:
+    """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON.
+
+    Raises:
+        UserError: it is JSON that no row may have; it names ``where``.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    with contextlib.suppress(json.JSONDecodeError):
+        found = load_json(value, where)
+        if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
+            return found
+    return value
+
+
+def same_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many letters or messages are the same at the beginning of two texts or conversations."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
 def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
     """Whether a message says that it is learnt; None: it does not say.
 
@@ -222,13 +274,13 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
     said: dict[str, bool] = {}
     for key, value in message.items():
         is_number = isinstance(value, (bool, int, float))
-        if key in FLAGS or key == _OPPOSITE:
-            is_set = _FLAG_VALUES.get(str(value).strip().lower()) if is_number or isinstance(value, str) else None
+        if key in FLAGS or key == OPPOSITE:
+            is_set = FLAG_VALUES.get(str(value).strip().lower()) if is_number or isinstance(value, str) else None
             if is_set is None:
                 what = f"{name}.{key} is {shortened(value)}, and a turn is learnt wholly or not at all"
                 raise UserError(where, what, "write 0 or 1, or take the field out")
-            said[key] = is_set != (key == _OPPOSITE)
-        elif _LIKE_A_FLAG.search(key) and (is_number or isinstance(value, list) or str(value) in _FLAG_VALUES):
+            said[key] = is_set != (key == OPPOSITE)
+        elif LIKE_A_FLAG.search(key) and (is_number or isinstance(value, list) or str(value) in FLAG_VALUES):
             what = f"{name}.{key} is {shortened(value)}, which may say what is learnt, and is not read here"
             raise UserError(where, what, "call it loss_mask (1: the turn is learnt, 0: it is not), or take it out")
     if len(set(said.values())) > 1:
@@ -237,17 +289,35 @@ def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
     return next(iter(said.values()), None)
 
 
-def without_flags(message: Message, source: str) -> Message:
-    """The message without what says whether it is learnt, but for names that a template's source holds."""
-    if message.keys() <= PLAIN:
-        return message
-    names = [key for key in message if (key in FLAGS or key == _OPPOSITE) and not is_named(key, source)]
-    return {key: value for key, value in message.items() if key not in names}
+def marks_of(messages: Sequence[Message], where: str) -> list[bool | None]:
+    """What each message says of whether it is learnt; None: nothing."""
+    return [learnt_by(message, where, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def is_named(field: str, source: str) -> bool:
-    """Whether a template's source has a field's name as Jinja writes it: ``.name`` or ``'name'``."""
-    return re.search(rf"""\.{re.escape(field)}\b|(["']){re.escape(field)}\1""", source) is not None
+def learnt_turns(
+    messages: Sequence[Message], marks: Sequence[bool | None], learn_from: int, train_on: TrainOn, where: str
+) -> tuple[int, ...]:
+    """The assistant's turns that are learnt, by their indices.
+
+    Raises:
+        UserError: the messages allow no turn to be learnt, or a mark cannot be followed.
+    """
+    for at, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+        its = f'messages[{at}] (role "{message["role"]}")'
+        if mark and message["role"] != "assistant" and train_on != "all":
+            what = f"{its} is marked as learnt, and only turns of the assistant are"
+            raise UserError(where, what, 'take the mark out, or set data.train_on = "all"')
+        if mark is False and train_on == "all":
+            what = f'{its} is marked as not learnt, and data.train_on = "all" learns every token'
+            raise UserError(where, what, 'set data.train_on = "assistant", or take the mark out')
+    found = [at for at, one in enumerate(messages) if one["role"] == "assistant" and at >= learn_from]
+    found = found[-1:] if train_on == "last" else found
+    learnt = tuple(at for at in found if marks[at] is not False)
+    if found and not learnt:
+        which = "the last turn" if train_on == "last" else "every turn"
+        what = f"{which} of the assistant is marked as not learnt, so the row has nothing to learn"
+        raise UserError(where, what, "drop the row, or mark a turn as learnt")
+    return learnt
 
 
 def is_text(field: str, value: Any, role: str = "") -> bool:
@@ -258,13 +328,13 @@ def is_text(field: str, value: Any, role: str = "") -> bool:
     """
     if field == "name":  # of a speaker; a result's is that of its function
         return isinstance(value, str) and role != "tool" and value.lower() not in ("", role)
-    if field in _ENCLOSED:
+    if field in ENCLOSED:
         return bool(value)
-    return value not in _USUAL.get(field, ()) and _holds_text(field, value)
+    return value not in USUAL.get(field, ()) and _holds_text(field, value)
 
 
 def _holds_text(field: str, value: Any) -> bool:
-    if field in _HARMLESS:
+    if field in HARMLESS:
         return False
     if isinstance(value, Mapping):
         return any(_holds_text(key, item) for key, item in value.items())
@@ -272,13 +342,28 @@ def _holds_text(field: str, value: Any) -> bool:
         return any(_holds_text(field, item) for item in value)
     if not isinstance(value, str) or not _LETTERS.search(value):
         return False
-    return field in _SPOKEN or len(value.strip()) > _LONGEST_WORD or len(value.split()) > 1
+    return field in SPOKEN or len(value.strip()) > _LONGEST_WORD or len(value.split()) > 1
 
 
 def shortened(value: Any) -> str:
     """A value in a message."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:60] + "…"
+
+
+# What stands around a thought in a content.
+_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "analysis", "scratchpad", "reflection")
+_THOUGHT_PAIRS = [
+    *((f"<{tag}>", f"</{tag}>") for tag in _TAGS),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+]
+OPENING = _THOUGHT_PAIRS[0][0]
+"""Begins a thought; a generation prompt may open it."""
+CLOSING = _THOUGHT_PAIRS[0][1]
+_FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
 
 
 def thought_in(content: str) -> tuple[str, str] | None:
@@ -311,7 +396,7 @@ def without_thoughts(content: str) -> list[str]:
     return found
 
 
-def unfolded(message: Message, where: str, name: str, before: Sequence[Message]) -> list[Message]:
+def _unfolded(message: Message, where: str, name: str, before: Sequence[Message]) -> list[Message]:
     """A message whose content is a list of parts, as messages whose contents are texts.
 
     Calls become ``tool_calls``, results messages of the role "tool", thoughts ``reasoning_content``. Parts of other
@@ -323,7 +408,8 @@ def unfolded(message: Message, where: str, name: str, before: Sequence[Message])
     Raises:
         UserError: a part holds media, or stands where it cannot be read; it names the row and the part.
     """
-    parts, role = message["content"], message["role"]
+    parts = message["content"]
+    role = message["role"]
     rest = {key: value for key, value in message.items() if key != "content"}
     found: list[Message] = []
     texts: list[Any] = []
@@ -331,23 +417,23 @@ def unfolded(message: Message, where: str, name: str, before: Sequence[Message])
     calls: list[Message] = []
     for number, part in enumerate(parts):
         its = f"{name}.content[{number}]"
-        kind, part = _kind_of(part, where, its)
-        if kind in _TEXTS:
-            text = _text_of(part, _TEXTS[kind], where, its)
+        kind, part = _typed(part, where, its)
+        if kind in TEXTS:
+            text = _text_of(part, TEXTS[kind], where, its)
             if calls and text.strip():
                 raise _misplaced(where, its, kind, "follows a call", "end the turn with its calls")
             texts.append({"type": "text", "text": text})
-        elif kind in _THOUGHTS:
+        elif kind in THOUGHTS:
             if role != "assistant":
                 raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', "move or drop it")
             if texts or calls:
                 raise _misplaced(where, its, kind, "follows a text or a call", "begin the turn with its thoughts")
             thoughts.append(_thought_of(part, where, its))
-        elif kind in _CALLS:
+        elif kind in CALLS:
             if role != "assistant":
                 raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', "move or drop it")
             calls.append(_call_of(part, where, its))
-        elif kind in _RESULTS:
+        elif kind in RESULTS:
             if role not in ("user", "tool", "function"):
                 raise _misplaced(where, its, kind, f'stands in a message of role "{role}"', 'use the role "user"')
             if texts:
@@ -372,7 +458,7 @@ def unfolded(message: Message, where: str, name: str, before: Sequence[Message])
     return found or [rest]
 
 
-def _kind_of(part: Any, where: str, name: str) -> tuple[str, Message]:
+def _typed(part: Any, where: str, name: str) -> tuple[str, Message]:
     """A part's type, in lower case with ``_``, and the part without None values."""
     if isinstance(part, str):
         return "text", {"text": part}
@@ -380,7 +466,7 @@ def _kind_of(part: Any, where: str, name: str) -> tuple[str, Message]:
         what = f"{name} is of type {type(part).__name__}, neither a text nor an object"
         raise UserError(where, what, 'write {"type": "text", "text": "…"}')
     part = {key: value for key, value in part.items() if value is not None}
-    kind = str(part.get("type") or next((key for key in ("text", *_THOUGHTS) if key in part), "unknown"))
+    kind = str(part.get("type") or next((key for key in ("text", *THOUGHTS) if key in part), "unknown"))
     kind = kind.lower().replace("-", "_")
     plain = kind.removeprefix("input_").removesuffix("_url")
     for medium in MEDIA:
@@ -411,7 +497,7 @@ def _text_of(part: Message, key: str, where: str, name: str) -> str:
 
 def _thought_of(part: Message, where: str, name: str) -> str:
     """The text of a thought: a text, or a list of parts (Mistral's; OpenAI's summaries)."""
-    given = {key: part[key] for key in _THOUGHT_KEYS if part.get(key)}
+    given = {key: part[key] for key in THOUGHT_KEYS if part.get(key)}
     if len(given) > 1:
         raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
     _check_rest(part, [*given, "encrypted_content"], where, name)
@@ -427,23 +513,23 @@ def _thought_of(part: Message, where: str, name: str) -> str:
 def _joined_texts(parts: Sequence[Any], where: str, name: str) -> str:
     texts = []
     for number, part in enumerate(parts):
-        kind, part = _kind_of(part, where, f"{name}[{number}]")
-        if kind not in _TEXTS:
+        kind, part = _typed(part, where, f"{name}[{number}]")
+        if kind not in TEXTS:
             raise UserError(where, f"{name}[{number}] is of type {kind}, and only text is read", "drop the part")
-        texts.append(_text_of(part, _TEXTS[kind], where, f"{name}[{number}]"))
+        texts.append(_text_of(part, TEXTS[kind], where, f"{name}[{number}]"))
     return "\n".join(texts)
 
 
 def _call_of(part: Message, where: str, name: str) -> Message:
     """A part that is a call, as OpenAI writes calls."""
-    inner = next((part[key] for key in ("function", *_CALLS) if isinstance(part.get(key), Mapping)), part)
-    function = next((inner[key] for key in _CALL_NAMES if key in inner), None)
+    inner = next((part[key] for key in ("function", *CALLS) if isinstance(part.get(key), Mapping)), part)
+    function = next((inner[key] for key in CALL_NAMES if key in inner), None)
     if not isinstance(function, str):
         raise UserError(where, f"{name} is a call without a name", "name its function")
-    given = [key for key in _ARGUMENTS if key in inner]
+    given = [key for key in ARGUMENTS if key in inner]
     if len(given) > 1:
         raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
-    _check_rest(inner, (*_CALL_NAMES, *_ARGUMENTS), where, name)
+    _check_rest(inner, (*CALL_NAMES, *ARGUMENTS), where, name)
     call: Message = {"type": "function", "function": {"name": function, "arguments": inner[given[0]] if given else {}}}
     number = next((one[key] for one in (part, inner) for key in ("id", "call_id", "toolCallId") if key in one), None)
     return call if number is None else {"id": number, **call}
@@ -451,10 +537,10 @@ def _call_of(part: Message, where: str, name: str) -> Message:
 
 def _result_of(part: Message, before: Sequence[Message], where: str, name: str) -> Message:
     """A part that is the result of a call, as a message of the role "tool"."""
-    given = [key for key in _RESULT_KEYS if key in part]
+    given = [key for key in RESULT_KEYS if key in part]
     if len(given) > 1:
         raise UserError(where, f"{name} has {' and '.join(given)}", "leave one of them out")
-    _check_rest(part, (*_RESULT_KEYS, *_CALL_NAMES), where, name)
+    _check_rest(part, (*RESULT_KEYS, *CALL_NAMES), where, name)
     value = part[given[0]] if given else ""
     if isinstance(value, list) and any(isinstance(one, Mapping) and "type" in one for one in value):
         value = _joined_texts(value, where, f"{name}.{given[0]}")
@@ -462,9 +548,9 @@ def _result_of(part: Message, before: Sequence[Message], where: str, name: str) 
         "role": "tool",
         "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
     }
-    number = next((part[key] for key in _CALL_IDS if key in part), None)
+    number = next((part[key] for key in CALL_IDS if key in part), None)
     calls = [call for one in before for call in one.get("tool_calls", ()) if call.get("id", part) == number]
-    function = next((one[key] for one in (part, *map(_function, calls)) for key in _CALL_NAMES if key in one), None)
+    function = next((one[key] for one in (part, *map(_function, calls)) for key in CALL_NAMES if key in one), None)
     if number is not None:
         message["tool_call_id"] = number
     if function is not None:
@@ -477,7 +563,7 @@ def _function(call: Message) -> Message:
 
 
 def _flags_of(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key in FLAGS or key == _OPPOSITE}
+    return {key: value for key, value in message.items() if key in FLAGS or key == OPPOSITE}
 
 
 def _same_calls(one: Any, other: Any) -> bool:

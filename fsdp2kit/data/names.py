@@ -1,15 +1,28 @@
-"""Columns of rows that other tools read, and what becomes of each here: it is read, or refused by its name.
+"""Names that other tools give to columns, to fields and roles of messages, and to parts of a content: one table.
 
-Tools: transformers, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune, open-instruct, Megatron, verl, OpenRLHF, OpenAI.
-A column that no table names is metadata (id, source, url, score, …): it is passed over, and the start names it.
+Tools: transformers, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune, open-instruct, Megatron, verl, OpenRLHF, xtuner,
+OpenAI, Anthropic, LangChain, ShareGPT. `fsdp2kit.config.data_schema.COLUMNS` has the columns that each format reads
+under our names. A column that no table names is metadata (id, source, url, score, …): it is passed over, and the start
+names it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 from fsdp2kit.config.data_formats import DataFormat
 
+# Columns.
+
+# Other names of a column in published data.
+ALSO = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "history"),
+    "completion": ("response", "answer", "output"),
+    "chosen": ("better", "winner", "accepted", "preferred"),
+    "rejected": ("worse", "loser", "dispreferred"),
+}
+CONVERSATIONS = ("messages", "conversations")  # read in this order unless `[data.columns]` names one
 # 1 for each token (format "tokens") or each message ("chat") to learn, 0 for the others.
 MASKS = (
     "loss_mask",  # Megatron, NeMo, verl, torchtitan
@@ -70,8 +83,96 @@ NUMBERS = (
 # The former name of `tools`: schemas without {"type": "function", "function": …} around them.
 FUNCTIONS = "functions"
 
-# Refused in every format with messages or prompts.
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# What no row may hold: as a part's type (OpenAI's "image_url" and "input_audio", …), as a key, or as a column.
+MEDIA = ("image", "video", "audio")
+MEDIA_KEYS = tuple(name for kind in MEDIA for name in (kind, f"{kind}s"))  # of messages and rows
+
+# Fields and roles of messages.
+
+STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The names of roles that messages have after `fsdp2kit.data.template.Template.fit`."""
+
+# Other tools' names of the roles; ShareGPT's in the key "from".
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+PLAIN = {"role", "content"}  # the fields of most messages
+CALL_ROLES = ("function_call", "tool_call")  # turns whose whole text is a call in JSON
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# A 1 or true lets the assistant's turn be learnt, a 0 or false takes it out of the loss. OpenAI and mistral-finetune
+# call this weight, axolotl train or training, ms-swift and xtuner loss or loss_scale, LLaMA-Factory loss_weight,
+# Megatron and verl loss_mask. The field "masked" of torchtune says the opposite.
+FLAGS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",
+    "loss_mask",
+    "loss_weight",
+    "loss_scale",
+    "learn",
+    "supervised",
+)
+OPPOSITE = "masked"
+FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+# A field of another name that a tool may take for such a flag.
+LIKE_A_FLAG = re.compile(
+    r"mask|loss|train|learn|supervis|weight|ignore|skip|exclude|context_only|is_context|is_target", re.IGNORECASE
+)
+
+# Parts of a content: the type, and the key that holds the text.
+TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
+THOUGHTS = ("thinking", "reasoning")
+THOUGHT_KEYS = ("thinking", "reasoning", "text", "content", "summary")
+CALLS = ("tool_use", "tool_call", "function_call")
+RESULTS = ("tool_result", "tool_response", "function_call_output", "function_response")
+CALL_IDS = ("tool_use_id", "tool_call_id", "call_id", "toolCallId", "id")
+CALL_NAMES = ("name", "toolName", "tool_name")
+ARGUMENTS = ("input", "arguments", "args")
+RESULT_KEYS = ("content", "output", "result")
+
+# Fields that hold no text to learn, whatever their value is: what a row is called, when and by what it was made, what
+# was counted or rated, and notes of a tool on a text that stands elsewhere.
+HARMLESS = {
+    *("id", "uuid", "message_id", "msg_id", "parent", "parent_id", "conversation_id", "turn_id"),
+    *("user_id", "call_id", "tool_call_id", "index", "idx", "turn", "timestamp", "time", "date"),
+    *("datetime", "created", "created_at", "create_time", "updated_at", "update_time", "tokens"),
+    *("token_count", "num_tokens", "length", "usage", "logprobs", "model", "model_name", "score"),
+    *("scores", "rating", "ratings", "quality", "rank", "reward", "lang", "language", "locale", "source"),
+    *("url", "hash", "object", "type", "content_type", "status", "state", "finish_reason", "stop_reason"),
+    *("stop_sequence", "metadata", "meta", "annotations", "citations", "signature", "cache_control"),
+    *("tags", "labels", "category", "toxicity", "detoxify", "moderation", "openai_moderation"),
+}
+# Short values of these are text all the same: they stand in the prompts of the tools that know them.
+SPOKEN = {
+    *("recipient", "channel", "text", "thought", "thoughts", "think", "analysis", "rationale", "cot", "plan"),
+    *("scratchpad", "response", "answer", "output", "prompt", "instruction", "question", "query", "completion"),
+    *("message", "body", "translation", "tool_calls", "refusal", "value", *REASONING),
+}
+# What is sent along with a message, whatever it is.
+ENCLOSED = ("file", "files", "attachment", "attachments", "document", "documents")
+USUAL = {"channel": ("final",), "recipient": ("all", "assistant", "user")}
+
+# Columns that are refused.
 
 When = Literal["given", "list", "not one", "false", "bad", "true", "not zero", "not asked", "beside", "no system"]
 
@@ -82,7 +183,7 @@ class Refused(NamedTuple):
     names: tuple[str, ...]
     formats: tuple[DataFormat, ...]
     when: When
-    """The values that are refused; see `fsdp2kit.data.column_checks`. Nulls and what is empty never are."""
+    """The values that are refused; see `fsdp2kit.data.columns`. Nulls and what is empty never are."""
     what: str
     """What the column says."""
     todo: str
@@ -253,7 +354,7 @@ REFUSED = (
         "use the recipe grpo or distill, or drop the column",
     ),
     Refused(
-        ("pixel_values", "image_grid_thw", "input_features", "inputs_embeds", "input_embeds", *MEDIA),
+        ("pixel_values", "image_grid_thw", "input_features", "inputs_embeds", "input_embeds", *MEDIA_KEYS),
         ("tokens",),
         "given",
         "is of an image, a video or audio, and only text is trained",
