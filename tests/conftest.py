@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-from tests.workers import ROOT, WorkerPool
+from tests.helpers.workers import ROOT, WorkerPool
 
 TESTS = Path(__file__).parent
 # The files that take longest with `--full`. They come first, so no worker of `pytest -n` is left alone with one at the
@@ -40,30 +40,30 @@ LONGEST = (
     "parallel/test_lora.py",
     "job/test_signals.py",
     "model/test_weights.py",
-    "test_lora.py",
+    "recipes/test_lora.py",
     "checkpoint/test_chaos.py",
-    "test_bench.py",
-    "test_resume.py",
+    "benchmarks/test_bench.py",
+    "recipes/test_resume.py",
     "train/test_loop.py",
     "parallel/test_traffic.py",
-    "test_peers.py",
+    "benchmarks/test_peers.py",
     "model/test_loss_head.py",
     "optim/test_options.py",
     "parallel/test_expert_traffic.py",
-    "test_readme.py",
+    "whole/test_readme.py",
     "test_face.py",
     "parallel/test_float8.py",
-    "test_fsdp1_baseline.py",
+    "benchmarks/test_fsdp1_baseline.py",
     "planner/test_communication.py",
-    "test_dpo.py",
+    "recipes/test_dpo.py",
     "parallel/test_isolation.py",
     "data/test_stream.py",
-    "test_evaluation.py",
+    "recipes/test_evaluation.py",
     "parallel/test_kept_dtypes.py",
-    "test_bad_input.py",
+    "whole/test_bad_input.py",
     "data/test_properties.py",
     "checkpoint/test_checkpoints.py",
-    "test_elastic.py",
+    "recipes/test_elastic.py",
     "checkpoint/test_kept_dtypes.py",
     "migrate/test_arguments.py",
     "data/test_cache.py",

@@ -9,10 +9,10 @@ import pytest
 from fsdp2kit import run
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.estimate import estimate, plan_for
-from tests.data import templates
-from tests.data.templates import make_tokenizer
-from tests.test_bad_input import attempt
-from tests.workers import WorkerPool
+from tests.data.helpers import templates
+from tests.data.helpers.templates import make_tokenizer
+from tests.helpers.workers import WorkerPool
+from tests.whole.test_bad_input import attempt
 
 RECIPE = '''
 from fsdp2kit.config.facts import Needs

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2kit.data.build import Prefetch
 from fsdp2kit.data.stream import StreamLoader
-from tests.data.files import write_rows
+from tests.data.helpers.files import write_rows
 from tests.data.test_stream import rows_of, stream
 
 

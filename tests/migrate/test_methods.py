@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.parallel.fsdp import reshard_all
-from tests.migrate.jobs import (
+from tests.helpers.workers import WorkerPool
+from tests.migrate.helpers import (
     LAYERS,
     TOKENS,
     Schedule,
@@ -28,7 +29,6 @@ from tests.migrate.jobs import (
     reference_gradients,
     whole,
 )
-from tests.workers import WorkerPool
 
 TIGHT = 1e-5
 

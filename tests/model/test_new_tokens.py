@@ -31,11 +31,11 @@ from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, new_tok
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
-from tests.data.templates import encode_chat, make_tokenizer, spoken
+from tests.data.helpers.templates import encode_chat, make_tokenizer, spoken
+from tests.helpers.models import DEMO, full, tiny_model
+from tests.helpers.runs import run_recipe
+from tests.helpers.workers import WorkerPool
 from tests.model.test_weights import _sharded
-from tests.reference import DEMO, full, tiny_model
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
 from tools import dcp_to_hf
 
 KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp2kit.overlap.split import Split, mean_of, split_step
 from fsdp2kit.overlap.trace import read_traces
-from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, AUTOGRAD, GEMM, NCCL_ARGS, REDUCE_SCATTER, US, Trace
+from tests.overlap.helpers import ALL_GATHER, ALL_REDUCE, AUTOGRAD, GEMM, NCCL_ARGS, REDUCE_SCATTER, US, Trace
 
 
 def splits(trace: Trace, folder: Path) -> list[Split]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
-from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, GEMM, US, Trace
+from tests.overlap.helpers import ALL_GATHER, ALL_REDUCE, GEMM, US, Trace
 
 
 def straggling(folder: Path, *, ranks: range = range(3), world_size: int = 3) -> None:

@@ -24,9 +24,8 @@ from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from fsdp2kit.train.step import gradient_norm
-from tests.parallel.jobs import Case, run_cases
-from tests.parallel.test_preflight import check
-from tests.reference import (
+from tests.helpers.cases import Case, run_cases
+from tests.helpers.models import (
     MIXTURES,
     beyond,
     demo_model_dir,
@@ -36,8 +35,9 @@ from tests.reference import (
     slow,
     tiny_model_dir,
 )
-from tests.runs import losses, resume, runner, write_run
-from tests.workers import WorkerPool
+from tests.helpers.runs import losses, resume, runner, write_run
+from tests.helpers.workers import WorkerPool
+from tests.parallel.test_preflight import check
 
 EXPERTS, TOKENS, VISITED, WIDTH = 7, 10, 3, 16
 HYBRID = (("strategy", "hybrid_shard"),)

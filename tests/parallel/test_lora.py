@@ -27,11 +27,8 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
-from tests.parallel.jobs import Case
-from tests.parallel.test_ledger import compiled_step
-from tests.parallel.test_ledger import one_step as step_with_ledger
-from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import (
+from tests.helpers.cases import Case
+from tests.helpers.models import (
     ADAMW_8BIT,
     full,
     make_batches,
@@ -39,7 +36,10 @@ from tests.reference import (
     nf4_rounded,
     tiny_model,
 )
-from tests.workers import WorkerPool
+from tests.helpers.workers import WorkerPool
+from tests.parallel.test_ledger import compiled_step
+from tests.parallel.test_ledger import one_step as step_with_ledger
+from tests.parallel.test_traffic import BYTES, one_step
 
 
 def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -> int:

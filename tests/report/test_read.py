@@ -18,8 +18,8 @@ import pytest
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.read import find_runs, read_lines, read_run
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.helpers.runs import run_recipe
+from tests.helpers.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
 

@@ -18,7 +18,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.rl.conversations import Conversations, Question
 from fsdp2kit.rl.engine import Engine, Request, Response
 from fsdp2kit.rl.environments import Environments
-from tests.data.families import FAMILIES, glm4, tokenizer_of
+from tests.data.helpers.families import FAMILIES, glm4, tokenizer_of
 
 ENVIRONMENTS = '''
 import asyncio, os, sys, threading, time

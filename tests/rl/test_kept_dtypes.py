@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.checkpoint.jobs import exported
-from tests.kept import kept_model
-from tests.parallel.jobs import Case, build
-from tests.reference import full
-from tests.rl.jobs import Engine, bits
+from tests.checkpoint.helpers import exported
+from tests.helpers.cases import Case, build
+from tests.helpers.kept_dtypes import kept_model
+from tests.helpers.models import full
+from tests.helpers.workers import WorkerPool
+from tests.rl.helpers.jobs import Engine, bits
 from tests.rl.test_engine import config_of
-from tests.workers import WorkerPool
 
 Found = dict[str, tuple[torch.dtype, np.ndarray]]
 

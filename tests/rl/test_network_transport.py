@@ -22,7 +22,7 @@ from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, i
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.sglang_server import SGLangServer
 from fsdp2kit.rl.vllm_server import VLLMServer
-from tests.rl.servers import (
+from tests.rl.helpers.servers import (
     OPTIONS,
     WEIGHTS,
     SGLangStandIn,

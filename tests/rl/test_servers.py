@@ -10,8 +10,8 @@ import pytest
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server as clients
 from fsdp2kit.rl.vllm_server import VLLMServer
-from tests.reference import full
-from tests.rl.servers import (
+from tests.helpers.models import full
+from tests.rl.helpers.servers import (
     SGLangStandIn,
     StandIn,
     VLLMStandIn,
