@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-from tests.helpers.workers import ROOT, WorkerPool
+from tests.support.workers import ROOT, WorkerPool
 
 TESTS = Path(__file__).parent
 # The files that take longest with `--full`. They come first, so no worker of `pytest -n` is left alone with one at the
@@ -42,25 +42,25 @@ LONGEST = (
     "model/test_weights.py",
     "recipes/test_lora.py",
     "checkpoint/test_chaos.py",
-    "benchmarks/test_bench.py",
+    "tools/test_bench.py",
     "recipes/test_resume.py",
     "train/test_loop.py",
     "parallel/test_traffic.py",
-    "benchmarks/test_peers.py",
+    "tools/test_peers.py",
     "model/test_loss_head.py",
     "optim/test_options.py",
     "parallel/test_expert_traffic.py",
-    "whole/test_readme.py",
+    "docs/test_readme.py",
     "test_face.py",
     "parallel/test_float8.py",
-    "benchmarks/test_fsdp1_baseline.py",
+    "tools/test_fsdp1_baseline.py",
     "planner/test_communication.py",
     "recipes/test_dpo.py",
     "parallel/test_isolation.py",
     "data/test_stream.py",
     "recipes/test_evaluation.py",
     "parallel/test_kept_dtypes.py",
-    "whole/test_bad_input.py",
+    "recipes/test_bad_input.py",
     "data/test_properties.py",
     "checkpoint/test_checkpoints.py",
     "recipes/test_elastic.py",

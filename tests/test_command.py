@@ -17,7 +17,7 @@ import tomli
 from fsdp2kit import __main__ as command
 from fsdp2kit import run
 from fsdp2kit.checkpoint.conversion import parse_conversion
-from tests.helpers.models import full
+from tests.support.models import full
 from tools import schema
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,9 +31,9 @@ from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.weights import load_pretrained
-from tests.helpers.models import tiny_model_dir
-from tests.helpers.workers import WorkerPool
-from tests.whole.test_bad_input import attempt, model_dir, toml_for
+from tests.recipes.test_bad_input import attempt, model_dir, toml_for
+from tests.support.models import tiny_model_dir
+from tests.support.workers import WorkerPool
 
 __all__ = ["model_dir"]  # a fixture
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import fsdp2kit as fk
 from fsdp2kit.errors import UserError
-from tests.helpers.models import demo_model_dir
-from tests.helpers.workers import WorkerPool, run_command
+from tests.support.models import demo_model_dir
+from tests.support.workers import WorkerPool, run_command
 from tools.api import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import work_on_this_device
 from tests.checkpoint import helpers
 from tests.checkpoint.test_checkpoints import assert_same, names
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 
 class LateCopies:

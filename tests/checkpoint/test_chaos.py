@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdp2kit.files.local import sha256
-from tests.helpers.chaos import Harness, Kill, draw, tally
-from tests.helpers.models import demo_model_dir, full
+from tests.support.chaos import Harness, Kill, draw, tally
+from tests.support.models import demo_model_dir, full
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 STEPS, EVERY, SIZE = 6, 2, 2

@@ -30,8 +30,8 @@ from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import helpers
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:

@@ -19,10 +19,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import load_plain
 from tests.checkpoint.helpers import assert_equal, exported
-from tests.helpers.cases import Case, build
-from tests.helpers.models import DEMO, demo_model_dir, full, tiny_model_dir, write_adapter
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.jobs import Held, change
+from tests.support.cases import Case, build
+from tests.support.models import DEMO, demo_model_dir, full, tiny_model_dir, write_adapter
+from tests.support.workers import WorkerPool
 
 HYBRID = (("strategy", "hybrid_shard"),)
 IGNORED = (("ignored_modules", ["model.embed_tokens"]),)

@@ -18,8 +18,8 @@ from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import helpers
 from tests.checkpoint.test_chaos import TOML
 from tests.checkpoint.test_checkpoints import flip, names, saved_alone, truncate
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool, ending, start_ranks
+from tests.support.models import full
+from tests.support.workers import WorkerPool, ending, start_ranks
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import assert_equal, exported
-from tests.helpers.kept_dtypes import BEYOND_5_17, kept_model
-from tests.helpers.models import full, slow
+from tests.support.kept_dtypes import BEYOND_5_17, kept_model
+from tests.support.models import full, slow
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
 # Causal language models whose classes name tensors to keep, by the text of their modules: nothing is imported for it.

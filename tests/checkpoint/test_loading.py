@@ -17,7 +17,7 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import helpers
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 # Plain torch says so each time it works without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:torch.distributed is unavail")

@@ -20,7 +20,7 @@ from fsdp2kit.bench.harness import PeakMemory
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.errors import RunFailure
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

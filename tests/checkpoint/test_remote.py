@@ -28,8 +28,8 @@ from tests.checkpoint import helpers
 from tests.checkpoint.helpers import exported
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
 from tests.checkpoint.test_convert import tool
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from fsdp2kit.checkpoint.store import on_disk, to_path
 from tests.checkpoint import helpers
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
 from tests.checkpoint.test_convert import tool
-from tests.helpers.hosts import start_hosts
-from tests.helpers.models import slow
-from tests.helpers.workers import WorkerPool, ending
+from tests.support.hosts import start_hosts
+from tests.support.models import slow
+from tests.support.workers import WorkerPool, ending
 
 _MISSING = [name for name in ("moto", "flask", "flask_cors", "s3fs") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -33,8 +33,8 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.checkpoint import helpers
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 Items = list[tuple[str, tuple[int, ...], int]]
 

@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import TrainConfig, TrainingConfig
 from fsdp2kit.errors import StorageFailure, UserError
 from fsdp2kit.optim.build import build_optimizer
 from tests.checkpoint import helpers
-from tests.helpers.models import full
+from tests.support.models import full
 
 STEPS = 100
 

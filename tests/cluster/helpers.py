@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.workers import FORKS, _be_command
+from tests.support.workers import FORKS, _be_command
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("net", "uts", "mnt")

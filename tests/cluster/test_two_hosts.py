@@ -16,10 +16,10 @@ import pytest
 
 from tests.checkpoint.test_chaos import TOML, outcome
 from tests.cluster.helpers import Hold, Hosts, Job
-from tests.helpers.chaos import complete_steps
-from tests.helpers.models import full, slow
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.chaos import complete_steps
+from tests.support.models import full, slow
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5")
 SHORT = "run.timeout_minutes=0.2"

@@ -17,7 +17,7 @@ from fsdp2kit.errors import UserError
 from tests.data.helpers import templates
 from tests.data.helpers.files import write_rows
 from tests.data.helpers.templates import make_tokenizer
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 CHAT = [
     {"messages": [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "Yes."}]},

@@ -19,7 +19,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 from tests.data.helpers.files import write_rows
 from tests.data.helpers.templates import make_tokenizer
-from tests.helpers.models import full
+from tests.support.models import full
 
 SEQ_LEN, GLOBAL = 16, 4
 MESHES = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2) if 4 % (dp * micro) == 0]

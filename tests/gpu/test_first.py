@@ -19,7 +19,7 @@ from fsdp2kit.bench.harness import missing_packages
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.helpers.models import demo_model_dir
+from tests.support.models import demo_model_dir
 
 pytestmark = pytest.mark.gpu
 

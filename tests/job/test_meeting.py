@@ -23,10 +23,10 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import meeting
 from tests.checkpoint.test_chaos import TOML
-from tests.helpers.models import full
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import FORKS, WorkerPool, _be_command
 from tests.job.test_signals import ROOT, alive, children, steps_done
+from tests.support.models import full
+from tests.support.runs import run_recipe
+from tests.support.workers import FORKS, WorkerPool, _be_command
 
 MINUTE = timedelta(minutes=1)
 

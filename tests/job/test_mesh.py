@@ -13,7 +13,7 @@ from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.torch_compat import timeout_of
-from tests.helpers.workers import COLLECTIVE_TIMEOUT, WorkerPool
+from tests.support.workers import COLLECTIVE_TIMEOUT, WorkerPool
 
 Groups = dict[str, list[int]]
 

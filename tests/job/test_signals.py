@@ -14,7 +14,7 @@ import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
 from tests.checkpoint.test_chaos import TOML
-from tests.helpers.workers import ending, start_ranks
+from tests.support.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

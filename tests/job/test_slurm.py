@@ -19,8 +19,8 @@ import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
 from tests.checkpoint.test_chaos import TOML
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]

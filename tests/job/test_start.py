@@ -19,7 +19,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.job import distributed, tracebacks
 from fsdp2kit.job.start import begin_start, describe_environment, lock_run_dir, start_job, write_record
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 HOLD = """
 import sys, subprocess

@@ -25,8 +25,8 @@ from fsdp2kit.job.stop import Stopped, StopRequest
 from fsdp2kit.report.read import read_run
 from fsdp2kit.rl.server import Server
 from tests.checkpoint.test_chaos import DEMO, TOML
-from tests.helpers.models import full
-from tests.helpers.workers import ending, start_ranks
+from tests.support.models import full
+from tests.support.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 60  # seconds: it takes 2, on a machine that does nothing else; each phase below lasts longer

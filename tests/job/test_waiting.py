@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import one_per_machine_first
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 
 def waits(fails: bool) -> tuple[str, float, int]:

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from fsdp2kit.model.build import freeze
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
 from tests.migrate.helpers import (
     LAYERS,
     difference,
@@ -31,6 +29,8 @@ from tests.migrate.helpers import (
     reference_gradients,
     schedule,
 )
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 UNITS = LAYERS + 1
 TIGHT = 1e-5

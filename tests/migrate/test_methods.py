@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.parallel.fsdp import reshard_all
-from tests.helpers.workers import WorkerPool
 from tests.migrate.helpers import (
     LAYERS,
     TOKENS,
@@ -29,6 +28,7 @@ from tests.migrate.helpers import (
     reference_gradients,
     whole,
 )
+from tests.support.workers import WorkerPool
 
 TIGHT = 1e-5
 

@@ -23,8 +23,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from tests.checkpoint import helpers
 from tests.checkpoint.test_convert import tool
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 IDS = torch.arange(24)[None] * 7 % helpers.VOCAB
 

@@ -22,7 +22,7 @@ from fsdp2kit.model.flops import count_model_flops
 from fsdp2kit.model.names import adapter_file_name
 from fsdp2kit.parallel import low_bits
 from fsdp2kit.parallel.plan import plan_parallel
-from tests.helpers.models import needs_integers, tiny_model, tiny_model_dir
+from tests.support.models import needs_integers, tiny_model, tiny_model_dir
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "resid_pdrop": 0,
         "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip

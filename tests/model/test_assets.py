@@ -21,8 +21,8 @@ from fsdp2kit.model.assets import config_digest, find_hf_dir, save_assets, weigh
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.helpers.templates import CHATML, make_tokenizer
-from tests.helpers.models import tiny_model, tiny_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.models import tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 def test_model_directories(tmp_path: Path) -> None:

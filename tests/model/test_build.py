@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize, tied_names
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.weights import load_pretrained
-from tests.helpers.models import TINY, make_rows, tiny_model, tiny_model_dir
+from tests.support.models import TINY, make_rows, tiny_model, tiny_model_dir
 
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},

@@ -18,9 +18,9 @@ from fsdp2kit.model.build import build_model, source_of
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.helpers.templates import CHATML, make_tokenizer
-from tests.helpers.models import tiny_model_dir
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.models import tiny_model_dir
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 FILES = {

@@ -22,7 +22,7 @@ from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.expert_adapters import merge_experts, replace_forward
 from fsdp2kit.model.experts import find_experts
 from fsdp2kit.model.weights import fill_adapter, load_adapter, load_pretrained
-from tests.helpers.models import full
+from tests.support.models import full
 
 SIZES = {
     "vocab_size": 64,

@@ -32,10 +32,10 @@ from fsdp2kit.parity.engine import whole
 from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
 from tests.data.helpers.templates import encode_chat, make_tokenizer, spoken
-from tests.helpers.models import DEMO, full, tiny_model
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
 from tests.model.test_weights import _sharded
+from tests.support.models import DEMO, full, tiny_model
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias

@@ -26,8 +26,8 @@ from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
-from tests.helpers.models import TINY, full, slow, tiny_model, tiny_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 def _empty(path: Path, **overrides: Any) -> PreTrainedModel:

@@ -23,10 +23,10 @@ from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import gradient_of, load_plain
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
-from tests.helpers.cases import Case, build
-from tests.helpers.models import full, tiny_model, tiny_model_dir
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.made_up import MAX_NEW, REWARDS, TEMPERATURE, make_rollouts, plain_loss
+from tests.support.cases import Case, build
+from tests.support.models import full, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 SECTIONS = [
     GRPOConfig(),

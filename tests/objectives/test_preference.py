@@ -31,10 +31,10 @@ from fsdp2kit.torch_compat import parameter_groups
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
-from tests.helpers.cases import Case, counted_compilations
-from tests.helpers.models import demo_model_dir, full, make_rows, tiny_model_dir, write_adapter
-from tests.helpers.workers import WorkerPool
 from tests.objectives.helpers import Outcome, trl_outcome
+from tests.support.cases import Case, counted_compilations
+from tests.support.models import demo_model_dir, full, make_rows, tiny_model_dir, write_adapter
+from tests.support.workers import WorkerPool
 
 PAIRS = [
     {"prompt": f"Question {at}? ", "chosen": "Yes, " * (1 + at % 5), "rejected": "No. " * (1 + at % 3)}

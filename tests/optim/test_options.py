@@ -18,9 +18,9 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.optim.build import block_size, build_lr_schedule, build_optimizer
 from fsdp2kit.optim.muon import hidden_matrices
-from tests.helpers.models import ADAMW_8BIT, full, needs_torchao
-from tests.helpers.workers import WorkerPool
 from tests.optim import helpers
+from tests.support.models import ADAMW_8BIT, full, needs_torchao
+from tests.support.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
 OPTIONS = ["muon", ADAMW_8BIT, "adamw_bf16"]

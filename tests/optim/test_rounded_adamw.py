@@ -16,8 +16,8 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.torch_compat import TorchDispatchMode
-from tests.helpers.workers import WorkerPool
 from tests.optim import helpers
+from tests.support.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
 SECTION = AdamWConfig(name="adamw_bf16", **VALUES)

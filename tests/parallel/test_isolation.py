@@ -15,10 +15,10 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import build_evaluation
-from tests.helpers.cases import Case
-from tests.helpers.models import LENGTH, VOCABULARY, full, make_batches
-from tests.helpers.workers import WorkerPool
 from tests.parallel.test_segments import positions_of
+from tests.support.cases import Case
+from tests.support.models import LENGTH, VOCABULARY, full, make_batches
+from tests.support.workers import WorkerPool
 
 
 def _packing(seed: int) -> tuple[Tensor, int]:

@@ -19,10 +19,10 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parity.engine import Sharded
 from tests.checkpoint.helpers import assert_equal, checkpoints_of, exported, progress_at
-from tests.helpers.cases import Case, accumulate
-from tests.helpers.kept_dtypes import BEYOND_5_17, kept_model
-from tests.helpers.models import LENGTH, plain_batches
-from tests.helpers.workers import WorkerPool
+from tests.support.cases import Case, accumulate
+from tests.support.kept_dtypes import BEYOND_5_17, kept_model
+from tests.support.models import LENGTH, plain_batches
+from tests.support.workers import WorkerPool
 
 BF16 = (("param_dtype", "bfloat16"),)
 

@@ -19,9 +19,9 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.torch_compat import accumulated_partial_sums
-from tests.helpers.cases import Case, accumulate
-from tests.helpers.models import full, make_batches
-from tests.helpers.workers import WorkerPool
+from tests.support.cases import Case, accumulate
+from tests.support.models import full, make_batches
+from tests.support.workers import WorkerPool
 
 
 def one_step(folder: Path, case: Case, **claimed: Any) -> str:

@@ -27,8 +27,11 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
-from tests.helpers.cases import Case
-from tests.helpers.models import (
+from tests.parallel.test_ledger import compiled_step
+from tests.parallel.test_ledger import one_step as step_with_ledger
+from tests.parallel.test_traffic import BYTES, one_step
+from tests.support.cases import Case
+from tests.support.models import (
     ADAMW_8BIT,
     full,
     make_batches,
@@ -36,10 +39,7 @@ from tests.helpers.models import (
     nf4_rounded,
     tiny_model,
 )
-from tests.helpers.workers import WorkerPool
-from tests.parallel.test_ledger import compiled_step
-from tests.parallel.test_ledger import one_step as step_with_ledger
-from tests.parallel.test_traffic import BYTES, one_step
+from tests.support.workers import WorkerPool
 
 
 def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -> int:

@@ -20,8 +20,10 @@ import torch
 from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS, STRATEGIES
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.helpers.cases import Case, run_cases
-from tests.helpers.models import (
+from tests.parallel.conftest import ADAPTED
+from tests.parallel.helpers.covering import Row, Table, each_value
+from tests.support.cases import Case, run_cases
+from tests.support.models import (
     ADAPTERS,
     add_adapter,
     assert_as_exact_as_plain_bfloat16,
@@ -30,9 +32,7 @@ from tests.helpers.models import (
     make_batches,
     plain_batches,
 )
-from tests.helpers.workers import WorkerPool
-from tests.parallel.conftest import ADAPTED
-from tests.parallel.helpers.covering import Row, Table, each_value
+from tests.support.workers import WorkerPool
 
 WINDOWED = ("mistral", "gemma3", "qwen3_windowed")
 FAMILIES = {"mistral": "Mistral", "gemma3": "Gemma3", "qwen3": "Qwen3", "qwen3_windowed": "Qwen3"}

@@ -25,7 +25,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import backbone_name, shrink_config
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from tests.helpers.models import full
+from tests.support.models import full
 
 
 def check(

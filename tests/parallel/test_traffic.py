@@ -15,12 +15,12 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.train.step import next_batch
-from tests.helpers.cases import Case, step
-from tests.helpers.host_syncs import HostSyncs, count_host_syncs, host_tensors
-from tests.helpers.models import full, make_batches, slow, tiny_model
-from tests.helpers.traffic import Traffic, count_traffic
-from tests.helpers.workers import WorkerPool
 from tests.planner.helpers.models import planned
+from tests.support.cases import Case, step
+from tests.support.host_syncs import HostSyncs, count_host_syncs, host_tensors
+from tests.support.models import full, make_batches, slow, tiny_model
+from tests.support.traffic import Traffic, count_traffic
+from tests.support.workers import WorkerPool
 
 WORLD = 4
 MAIN = ("full_shard", "hybrid_shard")

@@ -27,19 +27,6 @@ from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
-from tests.helpers.cases import Case
-from tests.helpers.models import (
-    ADAMW_8BIT,
-    MIXTURES,
-    RECURRENT,
-    full,
-    make_batches,
-    needs_integers,
-    slow,
-    tiny_model,
-    tiny_model_dir,
-)
-from tests.helpers.workers import WorkerPool
 from tests.planner.helpers.models import (
     LLAMA2_7B,
     LLAMA_8B,
@@ -54,6 +41,19 @@ from tests.planner.helpers.models import (
     small,
 )
 from tests.planner.helpers.trace import StepAllocations, log_likelihood, trace_step
+from tests.support.cases import Case
+from tests.support.models import (
+    ADAMW_8BIT,
+    MIXTURES,
+    RECURRENT,
+    full,
+    make_batches,
+    needs_integers,
+    slow,
+    tiny_model,
+    tiny_model_dir,
+)
+from tests.support.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
 """Memory inside operators, which a trace on fake tensors does not see."""

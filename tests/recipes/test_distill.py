@@ -16,9 +16,9 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import plan_for
 from fsdp2kit.run import load
-from tests.helpers.models import DEMO, DEMO_VOCABULARY, demo_model_dir, tiny_model
-from tests.helpers.runs import Run, assert_refused, resume, runner
-from tests.helpers.workers import WorkerPool
+from tests.support.models import DEMO, DEMO_VOCABULARY, demo_model_dir, tiny_model
+from tests.support.runs import Run, assert_refused, resume, runner
+from tests.support.workers import WorkerPool
 
 
 def teacher_dir(folder: Path, *, rows: int = DEMO_VOCABULARY) -> Path:

@@ -14,9 +14,9 @@ from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import estimate, plan_for
 from fsdp2kit.run import load
-from tests.helpers.models import demo_model_dir, full
-from tests.helpers.runs import Run, assert_refused, resume, runner
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir, full
+from tests.support.runs import Run, assert_refused, resume, runner
+from tests.support.workers import WorkerPool
 
 PAIRS = [
     {

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.parity.reference import worst_relative
 from fsdp2kit.run import load
-from tests.helpers.runs import losses, write_run
-from tests.helpers.workers import WorkerPool
+from tests.support.runs import losses, write_run
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 SAVED_AT, STEPS = 4, 12

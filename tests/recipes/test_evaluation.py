@@ -26,9 +26,9 @@ from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain
 from fsdp2kit.run import load
 from fsdp2kit.train import loop
 from tests.checkpoint.helpers import exported_step
-from tests.helpers.models import demo_model_dir
-from tests.helpers.runs import run_recipe, runner, write_run
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir
+from tests.support.runs import run_recipe, runner, write_run
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 CP2 = ("mesh.cp=2", "train.micro_batch_size=2")

@@ -25,9 +25,9 @@ from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import worst_relative
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.helpers.models import demo_model_dir, needs_integers
-from tests.helpers.runs import Run, assert_refused, losses, resume, run_recipe, runner, write_run
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir, needs_integers
+from tests.support.runs import Run, assert_refused, losses, resume, run_recipe, runner, write_run
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf as convert
 from tools import generate
 

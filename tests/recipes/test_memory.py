@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.models import DEMO, demo_model_dir, full
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.models import DEMO, demo_model_dir, full
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 
 DATA = {
     "sft": f'{{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}',

@@ -17,9 +17,9 @@ from fsdp2kit.data.documents import Documents, build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.errors import UserError
 from tests.data.helpers.templates import make_tokenizer
-from tests.helpers.models import tiny_model
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.models import tiny_model
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [

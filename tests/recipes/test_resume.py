@@ -23,9 +23,9 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
-from tests.helpers.models import demo_model_dir, full, slow
-from tests.helpers.runs import run_recipe, runner
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir, full, slow
+from tests.support.runs import run_recipe, runner
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 VOCABULARY = 1024  # the demo tokenizer's

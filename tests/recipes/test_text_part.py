@@ -38,12 +38,12 @@ from fsdp2kit.model.names import (
 from fsdp2kit.model.text_part import check_same_logits, text_config_of
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
-from tests.helpers.cases import Case, run_cases
-from tests.helpers.models import VOCABULARY, beyond, full, plain_batches
-from tests.helpers.parts import load_class, look, stored, write_whole
-from tests.helpers.runs import assert_refused, run_recipe
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.runs import write_toml as write_rollouts
+from tests.support.cases import Case, run_cases
+from tests.support.models import VOCABULARY, beyond, full, plain_batches
+from tests.support.parts import load_class, look, stored, write_whole
+from tests.support.runs import assert_refused, run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf as convert
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"

@@ -18,8 +18,8 @@ import pytest
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.read import find_runs, read_lines, read_run
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
 

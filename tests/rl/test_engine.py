@@ -18,10 +18,10 @@ from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.packing import pack
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.helpers.cases import Case, build
-from tests.helpers.models import DEMO, IS_5_17, full, tiny_model
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.made_up import make_rollouts, plain_log_probs
+from tests.support.cases import Case, build
+from tests.support.models import DEMO, IS_5_17, full, tiny_model
+from tests.support.workers import WorkerPool
 
 STOPS = (3, 9, 20, 41, 66, 77, 90, 103)
 

@@ -16,8 +16,8 @@ from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.prompts import digest_of
 from tests.data.helpers.templates import CHATML, make_tokenizer
-from tests.helpers.models import DEMO
 from tests.rl.helpers.runs import prompts_of, write_toml
+from tests.support.models import DEMO
 
 
 @pytest.fixture(scope="module")

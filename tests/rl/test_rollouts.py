@@ -36,10 +36,10 @@ from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.rl.rounds import Round, round_state
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
-from tests.helpers.chaos import Doom, Harness
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.runs import numbers, prompts_of, run, run_recipe, write_toml
+from tests.support.chaos import Doom, Harness
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 SAVES = ("checkpoint.every=1",)
 DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=2")

@@ -10,7 +10,6 @@ import pytest
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server as clients
 from fsdp2kit.rl.vllm_server import VLLMServer
-from tests.helpers.models import full
 from tests.rl.helpers.servers import (
     SGLangStandIn,
     StandIn,
@@ -24,6 +23,7 @@ from tests.rl.helpers.servers import (
     serving,
     update,
 )
+from tests.support.models import full
 
 VLLM = pytest.mark.parametrize("server", [VLLMStandIn], indirect=True)
 SGLANG = pytest.mark.parametrize("server", [SGLangStandIn], indirect=True)

@@ -14,8 +14,6 @@ import pytest
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl import server as clients
 from fsdp2kit.rl.engine import Request, Response
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.runs import run_recipe, write_toml
 from tests.rl.helpers.servers import (
     VLLMStandIn,
@@ -27,6 +25,8 @@ from tests.rl.helpers.servers import (
     serving,
     update,
 )
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.fixture

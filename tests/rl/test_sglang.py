@@ -18,8 +18,8 @@ import pytest
 
 from fsdp2kit.config.rl_schema import WeightSyncConfig
 from fsdp2kit.rl.sglang_server import serialize
-from tests.helpers.workers import FORKS
 from tests.rl.helpers.servers import WEIGHTS, SGLangStandIn, bucket, decode, engine_of, serving
+from tests.support.workers import FORKS
 
 
 def _read(connection: Any) -> None:

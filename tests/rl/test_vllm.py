@@ -27,8 +27,8 @@ from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.vllm_server import VLLMServer
 from fsdp2kit.run import load
-from tests.helpers.workers import WorkerPool
 from tests.rl.helpers.servers import bucket, server_of
+from tests.support.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.models import DEMO
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
 from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server, write_run
 from tests.rl.test_vllm_serves import greedy, tune
+from tests.support.models import DEMO
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 

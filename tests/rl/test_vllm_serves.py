@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ImageProcessor, Gemma3Processor
 
-from tests.helpers.parts import load_class, write_whole
-from tests.helpers.runs import run_recipe
-from tests.helpers.workers import WorkerPool
 from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server
+from tests.support.parts import load_class, write_whole
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 SLACK = 1e-3  # float32 logits of about 10, by other kernels, over 30 layers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from tests.helpers.models import demo_model_dir
+from tests.support.models import demo_model_dir
 from tools import generate
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"

@@ -10,7 +10,7 @@ import torch
 
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.helpers.models import full
+from tests.support.models import full
 from tools.models import COLUMNS, EXACT, MARK, row_of, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -45,8 +45,9 @@ from fsdp2kit.train.balance import _items, build_balance, load_figures
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
-from tests.helpers.cases import Case
-from tests.helpers.models import (
+from tests.recipes.test_dpo import PAIRS
+from tests.support.cases import Case
+from tests.support.models import (
     DEMO,
     DEMO_VOCABULARY,
     VOCABULARY,
@@ -59,9 +60,8 @@ from tests.helpers.models import (
     tiny_model,
     tiny_model_dir,
 )
-from tests.helpers.runs import resume, runner, write_run
-from tests.helpers.workers import WorkerPool
-from tests.recipes.test_dpo import PAIRS
+from tests.support.runs import resume, runner, write_run
+from tests.support.workers import WorkerPool
 
 WEIGHT, LR = 0.5, 1e-3  # so heavy that the loss of the load is a large part of the gradients
 AUX = {"balance": "aux", "aux_weight": WEIGHT}

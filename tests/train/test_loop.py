@@ -41,10 +41,10 @@ from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
-from tests.helpers.cases import Case, Recorder, Saves, build, run_cases, run_loop
-from tests.helpers.models import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
-from tests.helpers.traffic import count_traffic
-from tests.helpers.workers import WorkerPool
+from tests.support.cases import Case, Recorder, Saves, build, run_cases, run_loop
+from tests.support.models import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
 from tests.train.test_wiring import Evaluates, config_of
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.train import step as losses
-from tests.helpers.workers import WorkerPool
 from tests.optim import helpers
+from tests.support.workers import WorkerPool
 
 
 def norms_of_shards(replicate: int, shard: int, dtype: torch.dtype) -> dict[str, float]:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 import fsdp2kit as fk
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import start
-from tests.helpers.models import demo_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir
+from tests.support.workers import WorkerPool
 from tests.test_face import DEMO, EXAMPLES, ROOT, lines_of
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -18,9 +18,9 @@ from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
 from fsdp2kit.train.metrics import RECORD_KEYS
 from fsdp2kit.train.step import Measured, Objective, cross_entropy
 from tests.data.test_properties import as_documents
-from tests.helpers.cases import Case, Recorder, build, run_loop
-from tests.helpers.models import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.cases import Case, Recorder, build, run_loop
+from tests.support.models import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 NAMES = ("code", "chat", "rare")
 GLOBAL = 4

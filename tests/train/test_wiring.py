@@ -21,9 +21,9 @@ from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train import loop, throughput
 from fsdp2kit.train.loop import NoCheckpoints
 from fsdp2kit.train.step import cross_entropy
-from tests.helpers.cases import Case, Recorder, Saves, build, run_loop
-from tests.helpers.models import make_batches, tiny_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.cases import Case, Recorder, Saves, build, run_loop
+from tests.support.models import make_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from fsdp2kit.parity.reference import Curves, errors, plain_loop
-from tests.helpers.cases import Case
-from tests.helpers.models import make_batches, plain_batches, tiny_model
+from tests.support.cases import Case
+from tests.support.models import make_batches, plain_batches, tiny_model
 
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 

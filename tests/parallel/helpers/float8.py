@@ -16,8 +16,8 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from tests.checkpoint.helpers import checkpoints_of, full_state, progress_at
-from tests.helpers.cases import Case, accumulate
-from tests.helpers.models import VOCABULARY, make_batches
+from tests.support.cases import Case, accumulate
+from tests.support.models import VOCABULARY, make_batches
 
 KIND = "float8"
 

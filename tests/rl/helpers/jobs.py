@@ -23,10 +23,10 @@ from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.torch_compat import inner_tensors, parameter_groups
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
-from tests.helpers.cases import Case, build
-from tests.helpers.models import make_batches
-from tests.helpers.traffic import count_traffic
 from tests.planner.helpers.trace import StepAllocations
+from tests.support.cases import Case, build
+from tests.support.models import make_batches
+from tests.support.traffic import count_traffic
 
 
 class Engine(VersionedWeights):

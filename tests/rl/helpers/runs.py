@@ -11,8 +11,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.prompts import Prompts, build_prompts
 from fsdp2kit.run import load
-from tests.helpers.models import demo_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.models import demo_model_dir
+from tests.support.workers import WorkerPool
 
 REWARDS = '''
 def spread(completion_ids, level, **_):

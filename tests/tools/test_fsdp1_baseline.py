@@ -20,9 +20,9 @@ from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
-from tests.benchmarks.test_bench import last_result
-from tests.helpers.models import full, tiny_model, tiny_model_dir
-from tests.helpers.workers import WorkerPool
+from tests.support.models import full, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
+from tests.tools.test_bench import last_result
 from tools.bench import result_lines
 
 ROOT = Path(__file__).resolve().parents[2]

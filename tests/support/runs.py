@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import load
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 

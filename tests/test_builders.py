@@ -49,9 +49,9 @@ from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.train.metrics import build_metrics
-from tests.helpers.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
-DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
+DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 TINY = {
     "model_type": "llama",
     "vocab_size": 128,

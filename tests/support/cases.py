@@ -26,7 +26,7 @@ from fsdp2kit.train.loop import NoCheckpoints, Run, train, train_step
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import GlobalBatch, Measured, accumulate_gradients, cross_entropy
 from fsdp2kit.train.throughput import Throughput
-from tests.helpers.models import LENGTH, STEPS, make_batches, plain_batches
+from tests.support.models import LENGTH, STEPS, make_batches, plain_batches
 
 
 @dataclass(frozen=True)

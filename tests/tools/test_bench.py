@@ -21,8 +21,8 @@ from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.rollouts import bench_rollouts
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
-from tests.helpers.models import full, needs_integers, slow
-from tests.helpers.workers import WorkerPool, run_command
+from tests.support.models import full, needs_integers, slow
+from tests.support.workers import WorkerPool, run_command
 from tools.bench import report_lines, result_lines
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"

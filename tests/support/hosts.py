@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.workers import start_job
+from tests.support.workers import start_job
 
 
 def start_hosts(logs: Path, commands: Sequence[Sequence[str]], **environment: str) -> tuple[list[Any], list[Path]]:

@@ -22,8 +22,8 @@ from fsdp2kit import run
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.start import lock_run_dir
-from tests.helpers.models import full
-from tests.helpers.workers import WorkerPool, start_ranks
+from tests.support.models import full
+from tests.support.workers import WorkerPool, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "toml" / "demo"

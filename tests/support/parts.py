@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests.helpers.models import DEMO, DEMO_VOCABULARY, IS_5_17
+from tests.support.models import DEMO, DEMO_VOCABULARY, IS_5_17
 
 _TEXT = {
     "hidden_size": 64,

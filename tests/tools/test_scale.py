@@ -21,7 +21,7 @@ from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
-from tests.helpers.workers import forget_groups
+from tests.support.workers import forget_groups
 
 CP, PARAMETERS = 2, 2 * 9 + 3  # nine in a Llama's layer; embedding, final norm, head
 

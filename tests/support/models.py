@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.parity import reference as synthetic
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.helpers.runs import DEMO
+from tests.support.runs import DEMO
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
 DEMO_VOCABULARY = 1024

@@ -16,7 +16,7 @@ from fsdp2kit.errors import REQUIREMENTS, pip_install
 from fsdp2kit.rl import common_rewards
 from tools import docs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 FILES = [path for folder in ("fsdp2kit", "recipes", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.model.inspect import shrink_config
-from tests.helpers.models import IS_5_17
+from tests.support.models import IS_5_17
 
 BEYOND_5_17 = pytest.mark.skipif(IS_5_17, reason="transformers 5.17 multiplies float32 by bfloat16 in DeepSeek-V4")
 

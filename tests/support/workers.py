@@ -21,7 +21,7 @@ from typing import Any
 FORKS = mp.get_context("forkserver")
 _RECIPES = ["recipes.sft", "recipes.dpo", "recipes.distill", "recipes.grpo"]
 _BENCH = ["tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"]
-FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.helpers.cases", "tests.helpers.frozen"])
+FORKS.set_forkserver_preload([*_RECIPES, *_BENCH, "pytest", "tests.support.cases", "tests.support.frozen"])
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart

@@ -34,7 +34,7 @@ from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
 from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
-from tests.helpers.workers import FORKS
+from tests.support.workers import FORKS
 
 # What is marked while it runs: (phase, where the function is kept, its name).
 MARKS: tuple[tuple[str, Any, str], ...] = (
