@@ -18,6 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+from tests.support.passed import WritePassed, split_passed
 from tests.support.workers import ROOT, WorkerPool
 
 TESTS = Path(__file__).parent
@@ -105,12 +106,25 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, as `make test-all` does")
+    parser.addoption("--write-passed", metavar="FILE", type=Path, help="write the names of tests that pass to FILE")
+    parser.addoption("--leave-out", metavar="FILE", type=Path, help="leave out the tests that FILE names")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note which tests pass, in the process that hears of all of them."""
+    path = config.getoption("--write-passed")
+    is_worker = hasattr(config, "workerinput")
+    if path and not is_worker:
+        config.pluginmanager.register(WritePassed(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `gpu` tests without a device or ``TRY_ON_CPU``, and `full` and `slow` tests unless they are asked for."""
     import torch
 
+    if path := config.getoption("--leave-out"):
+        items[:], passed = split_passed(items, path)
+        config.hook.pytest_deselected(items=passed)
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     asked_for_slow = "slow" in (config.getoption("-m") or "")
