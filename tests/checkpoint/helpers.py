@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
@@ -235,3 +240,44 @@ def save_without_assets(run_dir: Path) -> str:
     with pytest.raises(RunFailure) as failure:
         checkpoints_of(run_dir, sharded(tiny_llama()), write_assets=disk_is_full).save(progress_at(1))
     return str(failure.value)
+
+
+def tool(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not np.array_equal(left[name], right[name])]
+    assert not different
+
+
+def saved_alone(run_dir: Path, *steps: int, keep: int = 2, **section: Any) -> tuple[Checkpoints, Path]:
+    """Checkpoints of an untrained model, written without a process group, and the newest one's path."""
+    checkpoints, path = checkpoints_of(run_dir, keep=keep, **section), run_dir
+    for step in steps:
+        path = checkpoints.save(progress_at(step))
+    checkpoints.finish()
+    return checkpoints, path
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def truncate(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

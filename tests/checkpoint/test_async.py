@@ -18,7 +18,7 @@ from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import work_on_this_device
 from tests.checkpoint import helpers
-from tests.checkpoint.test_checkpoints import assert_same, names
+from tests.checkpoint.helpers import assert_same, names
 from tests.support.workers import WorkerPool
 
 

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
@@ -30,27 +27,9 @@ from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_same, flip, names, saved_alone, truncate
 from tests.support.models import full
 from tests.support.workers import WorkerPool
-
-
-def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
-    assert left.keys() == right.keys()
-    different = [name for name in left if not np.array_equal(left[name], right[name])]
-    assert not different
-
-
-def saved_alone(run_dir: Path, *steps: int, keep: int = 2, **section: Any) -> tuple[Checkpoints, Path]:
-    """Checkpoints of an untrained model, written without a process group, and the newest one's path."""
-    checkpoints, path = helpers.checkpoints_of(run_dir, keep=keep, **section), run_dir
-    for step in steps:
-        path = checkpoints.save(helpers.progress_at(step))
-    checkpoints.finish()
-    return checkpoints, path
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(("tied", "replicate"), [(True, 1), full(False, 2)])
@@ -312,18 +291,6 @@ def test_resolve(tmp_path: Path) -> None:
     assert checkpoints.resolve(str(path)) == path
     with pytest.raises(UserError, match="no such checkpoint directory"):
         checkpoints.resolve(str(tmp_path / "nothing"))
-
-
-def truncate(path: Path) -> None:
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    file = path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(

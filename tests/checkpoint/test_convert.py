@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.text_part import load_whole
 from tests.checkpoint import helpers
-from tests.checkpoint.helpers import assert_equal, exported
+from tests.checkpoint.helpers import assert_equal, exported, tool
 
 
 @pytest.fixture
@@ -231,16 +229,6 @@ def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dty
     (out / ".fsdp2kit-export.json").write_text('{"files": ["config.json"]}')  # as an older version wrote it
     with pytest.raises(UserError, match="which no export of fsdp2kit wrote"):
         ensure_export(checkpoint, out=out, dtype="float32")
-
-
-def tool(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_command_line(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

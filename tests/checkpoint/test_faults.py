@@ -16,9 +16,9 @@ from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import helpers
-from tests.checkpoint.test_chaos import TOML
-from tests.checkpoint.test_checkpoints import flip, names, saved_alone, truncate
+from tests.checkpoint.helpers import flip, names, saved_alone, truncate
 from tests.support.models import full
+from tests.support.short_run import TOML
 from tests.support.workers import WorkerPool, ending, start_ranks
 
 

@@ -25,9 +25,7 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import check_writable, on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from tests.checkpoint import helpers
-from tests.checkpoint.helpers import exported
-from tests.checkpoint.test_checkpoints import assert_same, saved_alone
-from tests.checkpoint.test_convert import tool
+from tests.checkpoint.helpers import assert_same, exported, saved_alone, tool
 from tests.support.models import full
 from tests.support.workers import WorkerPool
 

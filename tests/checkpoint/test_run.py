@@ -31,8 +31,7 @@ from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import helpers
-from tests.checkpoint.helpers import checkpoints_of, exported_step
-from tests.checkpoint.test_checkpoints import flip
+from tests.checkpoint.helpers import checkpoints_of, exported_step, flip
 
 
 @pytest.mark.parametrize(

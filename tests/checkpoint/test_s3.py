@@ -23,8 +23,7 @@ from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.store import on_disk, to_path
 from tests.checkpoint import helpers
-from tests.checkpoint.test_checkpoints import assert_same, saved_alone
-from tests.checkpoint.test_convert import tool
+from tests.checkpoint.helpers import assert_same, saved_alone, tool
 from tests.support.hosts import start_hosts
 from tests.support.models import slow
 from tests.support.workers import WorkerPool, ending

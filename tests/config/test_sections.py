@@ -11,7 +11,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.planner.estimate import estimate, plan_for
 from tests.data.helpers import templates
 from tests.data.helpers.templates import make_tokenizer
-from tests.recipes.test_bad_input import attempt
+from tests.recipes.helpers import attempt
 from tests.support.workers import WorkerPool
 
 RECIPE = '''

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
-from tests.model.test_weights import UNUSUAL
+from tests.model.helpers import UNUSUAL
 from tests.parallel.test_sinks_and_chunks import KINDS
 from tests.support.models import EVEN, MIXTURES, RECURRENT, TINY, tiny_model
 from tests.support.workers import FORKS, ending, run_command, start_ranks

@@ -22,9 +22,9 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed, lost_ranks, status, tracebacks
 from fsdp2kit.job.lost_ranks import Report, Watch, name_ranks
 from fsdp2kit.job.status import Position
-from tests.checkpoint.test_chaos import TOML
-from tests.job.test_signals import steps_done
+from tests.job.helpers import steps_done
 from tests.support.models import full, slow
+from tests.support.short_run import TOML
 from tests.support.workers import ending, start_ranks
 
 HOST = platform.node()

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
-from tests.checkpoint.test_chaos import TOML
 from tests.support.runs import run_recipe
+from tests.support.short_run import TOML
 from tests.support.workers import WorkerPool
 from tools import launch
 

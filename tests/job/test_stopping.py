@@ -24,8 +24,9 @@ from fsdp2kit.job import launcher, stop
 from fsdp2kit.job.stop import Stopped, StopRequest
 from fsdp2kit.report.read import read_run
 from fsdp2kit.rl.server import Server
-from tests.checkpoint.test_chaos import DEMO, TOML
 from tests.support.models import full
+from tests.support.runs import DEMO
+from tests.support.short_run import TOML
 from tests.support.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.migrate.draft import Draft
+from fsdp2kit.migrate.translate import translate
 from fsdp2kit.parallel.fsdp import apply_fsdp
 
 # Tied, so that FSDP1 and ours have the same units: four layers, and the root with all the rest.
@@ -164,3 +169,10 @@ def schedule(model: nn.Module) -> tuple[str, str]:
         forward = len(seen.events)
         value.backward()
     return "".join(seen.events[:forward]), "".join(seen.events[forward:])
+
+
+def translated(values: dict[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Draft]:
+    path = folder / "fsdp.json"
+    path.write_text(json.dumps(values))
+    found = translate(path, toml=str(folder / "x.toml"), **options)
+    return tomli.loads(found.toml), found

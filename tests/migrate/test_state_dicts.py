@@ -22,7 +22,7 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from tests.checkpoint import helpers
-from tests.checkpoint.test_convert import tool
+from tests.checkpoint.helpers import tool
 from tests.support.models import full
 from tests.support.workers import WorkerPool
 

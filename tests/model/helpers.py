@@ -9,7 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+from fsdp2kit.config.schema import (
+    DataConfig,
+    FSDPConfig,
+    MeshConfig,
+    ModelConfig,
+    PreflightConfig,
+    TrainingConfig,
+)
+from fsdp2kit.job import distributed
+from fsdp2kit.job.mesh import build_mesh
+from fsdp2kit.model.build import build_model
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
+from tests.support.models import tiny_model
 
 _SIZES = {
     "transformers_version": "4.46.0",
@@ -94,3 +116,56 @@ def write_old(kind: str, path: Path, **differing: Any) -> dict[str, Any]:
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.5, "do_sample": true}')
     (path / "config.json").write_text(json.dumps(fields))
     return fields
+
+
+def save_base(folder: Path, kind: str, *, padding: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny base model, with rows for its own tokens and ``padding`` more; its tokenizer knows no turns."""
+    words = Tokenizer(tokenizer_models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=260, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    words.train_from_iterator(["Is water wet? Yes, wet."], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    if kind == "phi":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", vocab_size=128, **sizes))
+        model.lm_head.bias.data.normal_()
+    else:
+        model = tiny_model(kind)
+    model.resize_token_embeddings(len(tokenizer) + padding, mean_resizing=False)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    path = folder / kind
+    model.to(dtype).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def sharded(section: ModelConfig, shard: int) -> Any:
+    world = distributed.start()
+    hybrid = shard != world.size
+    fsdp = FSDPConfig(strategy="hybrid_shard" if hybrid else "full_shard", param_dtype="float32")
+    sizes = MeshConfig(dp_shard=shard)
+    mesh = build_mesh(sizes, fsdp, world=world)
+    # Values are what is looked at here, of architectures too that training would refuse.
+    data, preflight = DataConfig(pack=False, seq_len=64), PreflightConfig(allow=["dropout", "router_aux_loss"])
+    config = TrainingConfig(recipe="none", model=section, mesh=sizes, fsdp=fsdp, data=data, preflight=preflight)
+    model = build_model(section)
+    return parallelize_model(model, plan_parallel(model, config, mesh.sizes, "cpu"), mesh=mesh)
+
+
+# Whose initialisation reaches beyond a module's own tensors, or which are otherwise unlike a Llama.
+UNUSUAL = (
+    "modernbert-decoder",  # attention, MLP and the model itself initialise their children
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "diffllama",
+    "deepseek_v3",
+    "qwen3_next",
+    "olmo_hybrid",
+    "nemotron_h",
+    "minimax",
+)

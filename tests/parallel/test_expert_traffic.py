@@ -15,7 +15,7 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
-from tests.parallel.test_traffic import watched_step
+from tests.parallel.helpers.steps import watched_step
 from tests.planner.helpers.models import planned
 from tests.support.cases import Case
 from tests.support.models import slow, tiny_model_dir

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from fsdp2kit.train.step import gradient_norm
-from tests.parallel.test_preflight import check
+from tests.parallel.helpers.check import check
 from tests.support.cases import Case, run_cases
 from tests.support.models import (
     MIXTURES,

@@ -27,9 +27,9 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
-from tests.parallel.test_ledger import compiled_step
-from tests.parallel.test_ledger import one_step as step_with_ledger
-from tests.parallel.test_traffic import BYTES, one_step
+from tests.parallel.helpers.ledger import compiled_step
+from tests.parallel.helpers.ledger import one_step as step_with_ledger
+from tests.parallel.helpers.steps import BYTES, one_step
 from tests.support.cases import Case
 from tests.support.models import (
     ADAMW_8BIT,

@@ -14,7 +14,7 @@ from fsdp2kit.model.experts import expert_count
 from fsdp2kit.parity.reference import errors
 from fsdp2kit.parity.variants import METHODS
 from tests.parallel.helpers.alone import documents_alone
-from tests.parallel.test_isolation import leaks
+from tests.parallel.helpers.isolation import leaks
 from tests.support.cases import Case, run_cases
 from tests.support.models import RECURRENT, beyond, tiny_config, tiny_model_dir
 from tests.support.workers import WorkerPool

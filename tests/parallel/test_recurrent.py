@@ -31,8 +31,8 @@ from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parity.reference import Rows, errors
 from tests.parallel.helpers.alone import Reference, documents_alone
 from tests.parallel.helpers.covering import Row, Table
-from tests.parallel.test_isolation import leaks
-from tests.parallel.test_traffic import one_step
+from tests.parallel.helpers.isolation import leaks
+from tests.parallel.helpers.steps import one_step
 from tests.planner.helpers.models import planned
 from tests.support.cases import Case, run_cases
 from tests.support.models import (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -12,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -22,29 +19,12 @@ from fsdp2kit import run
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.start import lock_run_dir
+from tests.recipes.helpers import DEMO, ROOT, attempt, toml_for
 from tests.support.models import full
 from tests.support.workers import WorkerPool, start_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "toml" / "demo"
 UNKNOWN_MODEL = f'model={{config={{model_type="lama"}}, weights="random", tokenizer="{DEMO}/tokenizer"}}'
 TINY = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 5}
-
-
-def attempt(arguments: list[str], folder: str) -> tuple[int, str, str]:
-    """One rank of `fsdp2kit.run`, in this worker: exit code, stdout, stderr."""
-    os.chdir(folder)
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch("os._exit", side_effect=sys.exit),
-    ):
-        try:
-            code = run.main(arguments)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +36,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO / "tokenizer").save_pretrained(folder)
     return folder
-
-
-def toml_for(model: Path, folder: Path, **sections: str) -> Path:
-    """A small valid TOML, to which a case adds its mistake by overrides."""
-    path = folder / "x.toml"
-    path.write_text(
-        f"""recipe = "sft"
-[run]
-dir = "{folder}/run"
-[model]
-path = "{model}"
-[mesh]
-cp = 2
-[fsdp]
-param_dtype = "float32"
-[data]
-path = "{DEMO}/heldout.jsonl"
-seq_len = 64
-[train]
-steps = 2
-global_batch_size = 2
-[wandb]
-mode = "disabled"
-{sections.get("more", "")}
-"""
-    )
-    return path
 
 
 def refused(pool: WorkerPool, arguments: list[str], folder: Path, *, says: list[str]) -> str:

@@ -17,7 +17,8 @@ from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
-from tests.recipes.test_bad_input import model_dir, toml_for
+from tests.recipes.helpers import toml_for
+from tests.recipes.test_bad_input import model_dir
 from tests.support.models import DEMO
 from tools import launch, preview
 

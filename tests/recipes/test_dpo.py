@@ -14,20 +14,11 @@ from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import estimate, plan_for
 from fsdp2kit.run import load
+from tests.recipes.helpers import PAIRS
 from tests.support.models import demo_model_dir, full
 from tests.support.runs import Run, assert_refused, resume, runner
 from tests.support.workers import WorkerPool
 
-PAIRS = [
-    {
-        "prompt": [{"role": "user", "content": f"Is {at} odd?"}],
-        "chosen": [{"role": "assistant", "content": f"{at} is {'odd' if at % 2 else 'even'}."}],
-        "rejected": [
-            {"role": "assistant", "content": f"I like the number {at}, it is a {'small' * (1 + at % 3)} one"}
-        ],
-    }
-    for at in range(24)
-]
 METRICS = {"accuracy", "kl", "margin", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"}
 
 

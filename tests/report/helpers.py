@@ -85,3 +85,21 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "end", "start": 2, "step": 50, "outcome": "done", "seconds": 90.0},
 ]
 """A run that was stopped at step 20 and resumed with another rate; texts try to leave their place in the page."""
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files of a run directory: ``metrics``, ``events``, ``config``, ``environment``, ``lock``."""
+    names = {"metrics": "metrics.jsonl", "events": "events.jsonl", "config": "config.toml"}
+    names |= {"environment": "environment.json", "lock": ".lock"}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / names[name]).write_text(text)
+    return folder
+
+
+def event(time: float, kind: str, start: int = 1, **fields: Any) -> str:
+    return json.dumps({"time": time, "event": kind, "start": start, **fields}) + "\n"
+
+
+def traceback(line: str) -> str:
+    return f'Traceback (most recent call last):\n  File "x.py", line 1, in main\n    fail()\n{line}\nmore of it'

@@ -14,8 +14,8 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.checkpoint.helpers import exported
+from tests.rl.helpers.engines import config_of
 from tests.rl.helpers.jobs import Engine, bits
-from tests.rl.test_engine import config_of
 from tests.support.cases import Case, build
 from tests.support.kept_dtypes import kept_model
 from tests.support.models import full

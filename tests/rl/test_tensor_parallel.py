@@ -22,8 +22,8 @@ from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
+from tests.rl.helpers.engines import STOPS, config_of, engine_of, requests
 from tests.rl.helpers.jobs import bits, change
-from tests.rl.test_engine import STOPS, config_of, engine_of, requests
 from tests.support.cases import Case, build
 from tests.support.models import full, slow, tiny_model
 from tests.support.workers import WorkerPool

@@ -11,8 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server, write_run
-from tests.rl.test_vllm_serves import greedy, tune
+from tests.rl.helpers.vllm import (
+    GREEDY,
+    assert_greedy,
+    free_port,
+    greedy,
+    path_in_environment,
+    tune,
+    vllm_server,
+    write_run,
+)
 from tests.support.models import DEMO
 from tests.support.runs import run_recipe
 from tests.support.workers import WorkerPool

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.cluster.helpers import Hold, Hosts, Job, _be_rank, two_hosts
-from tests.rl.test_vllm import GREEDY, asking, check_cycles, figures, path_in_environment, vllm_server, write_run
+from tests.rl.helpers.vllm import GREEDY, asking, check_cycles, figures, path_in_environment, vllm_server, write_run
 from tests.support.workers import FORKS
 
 PORT = 8321

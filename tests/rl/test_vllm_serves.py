@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ImageProcessor, Gemma3Processor
 
-from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server
+from tests.rl.helpers.vllm import GREEDY, assert_greedy, free_port, greedy, path_in_environment, tune, vllm_server
 from tests.support.parts import load_class, write_whole
-from tests.support.runs import run_recipe
 from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
@@ -85,31 +82,3 @@ def _write_processor(path: Path) -> None:
     tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
     images = Gemma3ImageProcessor(size={"height": 28, "width": 28})
     Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=1).save_pretrained(path)
-
-
-def tune(pool: WorkerPool, folder: Path, model: Path, *options: str) -> None:
-    """Six steps on two ranks; the export is ``folder/run/hf``."""
-    rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    toml = folder / "x.toml"
-    toml.write_text(f"""
-        recipe = "sft"
-        run.dir = "{folder}/run"
-        model.path = "{model}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "rows.jsonl", format = "prompt_completion", seq_len = 128, pack = false }}
-        train = {{ steps = 6, global_batch_size = 2 }}
-        checkpoint = {{ every = 6 }}
-        wandb.mode = "disabled"
-    """)
-    said = pool.run(2, run_recipe, str(toml), list(options))[0]
-    assert not said.startswith("error"), said
-
-
-def greedy(url: str, name: str, ids: list[int]) -> list[int]:
-    body = {"model": name, "prompt": ids, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)["choices"][0]["token_ids"]

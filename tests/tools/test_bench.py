@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,25 +15,16 @@ import torch
 from fsdp2kit.bench.ahead import bench_ahead
 from fsdp2kit.bench.experts import bench_experts
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
-from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
+from fsdp2kit.bench.harness import PeakMemory, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.rollouts import bench_rollouts
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.support.models import full, needs_integers, slow
-from tests.support.workers import WorkerPool, run_command
+from tests.support.workers import WorkerPool
+from tests.tools.helpers import last_result, tool
 from tools.bench import report_lines, result_lines
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
-
-
-def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_command("tools.bench", *arguments, **environment)
-
-
-def last_result(bench: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """What the command line prints."""
-    *_, result = measure(bench, **options)
-    return result
 
 
 def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:

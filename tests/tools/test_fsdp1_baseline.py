@@ -22,7 +22,7 @@ from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from tests.support.models import full, tiny_model, tiny_model_dir
 from tests.support.workers import WorkerPool
-from tests.tools.test_bench import last_result
+from tests.tools.helpers import last_result
 from tools.bench import result_lines
 
 ROOT = Path(__file__).resolve().parents[2]

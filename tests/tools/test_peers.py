@@ -17,7 +17,7 @@ from fsdp2kit.bench.peers import bench_peers
 from fsdp2kit.bench.sides import pair_row
 from tests.support.models import tiny_model_dir
 from tests.support.workers import WorkerPool
-from tests.tools.test_bench import last_result, tool
+from tests.tools.helpers import last_result, tool
 from tools.bench import result_lines
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"

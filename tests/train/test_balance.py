@@ -45,7 +45,7 @@ from fsdp2kit.train.balance import _items, build_balance, load_figures
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
-from tests.recipes.test_dpo import PAIRS
+from tests.recipes.helpers import PAIRS
 from tests.support.cases import Case
 from tests.support.models import (
     DEMO,

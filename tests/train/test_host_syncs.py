@@ -25,7 +25,7 @@ from tests.support.cases import Case, step
 from tests.support.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from tests.support.models import LENGTH, VOCABULARY, needs_torchao, tiny_model, tiny_model_dir
 from tests.support.workers import WorkerPool
-from tests.train.test_source_loss import mixed_loader
+from tests.train.helpers import mixed_loader
 
 CPU = torch.device("cpu")
 STEPS = 2

@@ -45,7 +45,7 @@ from tests.support.cases import Case, Recorder, Saves, build, run_cases, run_loo
 from tests.support.models import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
 from tests.support.traffic import count_traffic
 from tests.support.workers import WorkerPool
-from tests.train.test_wiring import Evaluates, config_of
+from tests.train.helpers import Evaluates, config_of
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests
 

@@ -15,7 +15,7 @@ from fsdp2kit.train.throughput import find_straggler
 from tests.support.cases import Case, Recorder, build, run_loop
 from tests.support.models import make_batches, tiny_model_dir
 from tests.support.workers import WorkerPool
-from tests.train.test_wiring import config_of
+from tests.train.helpers import config_of
 
 SLOW, SLEEP, STEPS = 1, 0.6, 4
 
