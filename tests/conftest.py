@@ -18,7 +18,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-from tests.workers import ROOT, WorkerPool
+from tests.support.passed import WritePassed, split_passed
+from tests.support.workers import ROOT, WorkerPool
 
 TESTS = Path(__file__).parent
 # The files that take longest with `--full`. They come first, so no worker of `pytest -n` is left alone with one at the
@@ -40,30 +41,30 @@ LONGEST = (
     "parallel/test_lora.py",
     "job/test_signals.py",
     "model/test_weights.py",
-    "test_lora.py",
+    "recipes/test_lora.py",
     "checkpoint/test_chaos.py",
-    "test_bench.py",
-    "test_resume.py",
+    "tools/test_bench.py",
+    "recipes/test_resume.py",
     "train/test_loop.py",
     "parallel/test_traffic.py",
-    "test_peers.py",
+    "tools/test_peers.py",
     "model/test_loss_head.py",
     "optim/test_options.py",
     "parallel/test_expert_traffic.py",
-    "test_readme.py",
+    "docs/test_readme.py",
     "test_face.py",
     "parallel/test_float8.py",
-    "test_fsdp1_baseline.py",
+    "tools/test_fsdp1_baseline.py",
     "planner/test_communication.py",
-    "test_dpo.py",
+    "recipes/test_dpo.py",
     "parallel/test_isolation.py",
     "data/test_stream.py",
-    "test_evaluation.py",
+    "recipes/test_evaluation.py",
     "parallel/test_kept_dtypes.py",
-    "test_bad_input.py",
+    "recipes/test_bad_input.py",
     "data/test_properties.py",
     "checkpoint/test_checkpoints.py",
-    "test_elastic.py",
+    "recipes/test_elastic.py",
     "checkpoint/test_kept_dtypes.py",
     "migrate/test_arguments.py",
     "data/test_cache.py",
@@ -105,12 +106,25 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, as `make test-all` does")
+    parser.addoption("--write-passed", metavar="FILE", type=Path, help="write the names of tests that pass to FILE")
+    parser.addoption("--leave-out", metavar="FILE", type=Path, help="leave out the tests that FILE names")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note which tests pass, in the process that hears of all of them."""
+    path = config.getoption("--write-passed")
+    is_worker = hasattr(config, "workerinput")
+    if path and not is_worker:
+        config.pluginmanager.register(WritePassed(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `gpu` tests without a device or ``TRY_ON_CPU``, and `full` and `slow` tests unless they are asked for."""
     import torch
 
+    if path := config.getoption("--leave-out"):
+        items[:], passed = split_passed(items, path)
+        config.hook.pytest_deselected(items=passed)
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     asked_for_slow = "slow" in (config.getoption("-m") or "")

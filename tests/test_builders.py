@@ -53,7 +53,7 @@ from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.stored import weights_digest
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 TINY = {

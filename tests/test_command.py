@@ -17,7 +17,7 @@ import tomli
 from fsdp2kit import __main__ as command
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.run import main as run_main
-from tests.reference import full
+from tests.support.models import full
 from tools import schema
 
 ROOT = Path(__file__).resolve().parents[1]

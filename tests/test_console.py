@@ -31,9 +31,10 @@ from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.weights.load import load_pretrained
-from tests.reference import tiny_model_dir
-from tests.test_bad_input import attempt, model_dir, toml_for
-from tests.workers import WorkerPool
+from tests.recipes.helpers import attempt, toml_for
+from tests.recipes.test_bad_input import model_dir
+from tests.support.models import tiny_model_dir
+from tests.support.workers import WorkerPool
 
 __all__ = ["model_dir"]  # a fixture
 

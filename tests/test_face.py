@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,13 @@ from transformers import AutoModelForCausalLM
 
 import fsdp2kit as fk
 from fsdp2kit.errors import UserError
-from tests.reference import demo_model_dir
-from tests.workers import WorkerPool, run_command
+from tests.docs.helpers import DOCSTRING, EXAMPLES, lines_of
+from tests.support.models import demo_model_dir
+from tests.support.workers import WorkerPool, run_command
 from tools.api import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
-DOCSTRING = fk.__doc__ or ""
-EXAMPLES = [textwrap.dedent(block) for block in re.findall(r"::\n\n((?:    .*\n|\n)+)", DOCSTRING + "\n")]
 # What does not depend on how long things take.
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "eval_loss")
 SETTINGS: dict[str, Any] = {
@@ -55,10 +52,6 @@ SETTINGS: dict[str, Any] = {
 
 def numbers(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(record.get(key) for key in NUMBERS) for record in records]
-
-
-def lines_of(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_importing_it_imports_nothing_heavy() -> None:

@@ -17,9 +17,9 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import work_on_this_device
-from tests.checkpoint import jobs
-from tests.checkpoint.test_checkpoints import assert_same, names
-from tests.workers import WorkerPool
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_same, names
+from tests.support.workers import WorkerPool
 
 
 class LateCopies:
@@ -43,7 +43,7 @@ class LateCopies:
 
 def counting_llama(**options: int) -> Any:
     """A model with a persistent buffer, which each forward pass changes."""
-    model = jobs.tiny_llama(**options)
+    model = helpers.tiny_llama(**options)
     model.register_buffer("calls", torch.zeros(2))
 
     def count(*_: Any) -> None:
@@ -55,20 +55,20 @@ def counting_llama(**options: int) -> Any:
 
 def step_while_saving(run_dir: Path, *, waits: bool) -> tuple[dict, dict, bool]:
     """The state at a save, the state that was saved, and whether `save` returned before the copy was made."""
-    model = jobs.sharded(counting_llama())
-    optimizer = jobs.adamw(model)
-    jobs.train(model, optimizer, range(2))
-    at_the_save = jobs.full_state(model, optimizer)
-    with LateCopies() as copies, jobs.checkpoints_of(run_dir, model, optimizer, async_save=True) as checkpoints:
-        path = checkpoints.save(jobs.progress_at(2))
+    model = helpers.sharded(counting_llama())
+    optimizer = helpers.adamw(model)
+    helpers.train(model, optimizer, range(2))
+    at_the_save = helpers.full_state(model, optimizer)
+    with LateCopies() as copies, helpers.checkpoints_of(run_dir, model, optimizer, async_save=True) as checkpoints:
+        path = checkpoints.save(helpers.progress_at(2))
         copies.returned.set()
         if waits:
             optimizer.register_step_pre_hook(lambda *_: checkpoints.wait_until_staged())
-        jobs.train(model, optimizer, range(2, 4))
-    resumed = jobs.sharded(counting_llama(seed=1))
-    after = jobs.adamw(resumed)
-    jobs.checkpoints_of(run_dir, resumed, after).restore(path)
-    return at_the_save, jobs.full_state(resumed, after), copies.has_waited
+        helpers.train(model, optimizer, range(2, 4))
+    resumed = helpers.sharded(counting_llama(seed=1))
+    after = helpers.adamw(resumed)
+    helpers.checkpoints_of(run_dir, resumed, after).restore(path)
+    return at_the_save, helpers.full_state(resumed, after), copies.has_waited
 
 
 def test_what_is_saved_are_the_values_of_the_step(pool: WorkerPool, tmp_path: Path) -> None:
@@ -82,13 +82,13 @@ def test_what_is_saved_are_the_values_of_the_step(pool: WorkerPool, tmp_path: Pa
 
 
 def two_saves(run_dir: Path) -> tuple[str, list[bool]]:
-    model = jobs.sharded(jobs.tiny_llama())
-    optimizer = jobs.adamw(model)
-    with jobs.checkpoints_of(run_dir, model, optimizer, keep=1, async_save=True) as checkpoints:
-        first = checkpoints.save(jobs.progress_at(1))
+    model = helpers.sharded(helpers.tiny_llama())
+    optimizer = helpers.adamw(model)
+    with helpers.checkpoints_of(run_dir, model, optimizer, keep=1, async_save=True) as checkpoints:
+        first = checkpoints.save(helpers.progress_at(1))
         checkpoints.wait_until_staged()
-        jobs.train(model, optimizer, range(1))
-        checkpoints.save(jobs.progress_at(2))  # waits for the first
+        helpers.train(model, optimizer, range(1))
+        checkpoints.save(helpers.progress_at(2))  # waits for the first
         dist.barrier()
         was_there = (first / "manifest.json").exists() or not (first.with_name(".tmp-step-000001")).exists()
     return verify(run_dir / "checkpoints" / "step-000002"), [was_there, first.exists()]
@@ -103,11 +103,11 @@ def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(pool: WorkerPo
 
 def failing_save(run_dir: Path) -> tuple[str, str, bool]:
     """A save that only rank 0 can know to fail: what finish says, what the context says, whether it was noticed."""
-    model = jobs.sharded(jobs.tiny_llama())
-    checkpoints = jobs.checkpoints_of(run_dir, model, async_save=True, write_assets=jobs.disk_is_full)
+    model = helpers.sharded(helpers.tiny_llama())
+    checkpoints = helpers.checkpoints_of(run_dir, model, async_save=True, write_assets=helpers.disk_is_full)
     said = []
     for finish in (checkpoints.finish_save, checkpoints.finish):
-        checkpoints.save(jobs.progress_at(1))
+        checkpoints.save(helpers.progress_at(1))
         deadline = time.monotonic() + 30
         while not checkpoints.has_failed() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -128,11 +128,11 @@ def test_a_failure_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path) -> No
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_a_save(tmp_path: Path, caplog) -> None:
-    checkpoints = jobs.checkpoints_of(tmp_path, async_save=True, write_assets=jobs.disk_is_full)
+    checkpoints = helpers.checkpoints_of(tmp_path, async_save=True, write_assets=helpers.disk_is_full)
 
     def run() -> None:
         with checkpoints:
-            checkpoints.save(jobs.progress_at(1))
+            checkpoints.save(helpers.progress_at(1))
             raise ValueError("of the run")
 
     with pytest.raises(ValueError, match="of the run"):
@@ -144,9 +144,9 @@ def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     may_delete = threading.Event()
     sweep = CheckpointStore.sweep
     monkeypatch.setattr(CheckpointStore, "sweep", lambda self: may_delete.wait(30) and sweep(self))
-    checkpoints = jobs.checkpoints_of(tmp_path, keep=1)
+    checkpoints = helpers.checkpoints_of(tmp_path, keep=1)
     for step in (1, 2, 3):
-        checkpoints.save(jobs.progress_at(step))
+        checkpoints.save(helpers.progress_at(step))
     assert names(tmp_path) == [".trash-step-000001", ".trash-step-000002", "step-000003"]
     may_delete.set()
     checkpoints.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -10,43 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.files.local import sha256
-from tests.checkpoint.chaos import Harness, Kill, draw, tally
-from tests.reference import demo_model_dir, full
+from tests.support.chaos import Harness, Kill, draw, tally
+from tests.support.models import demo_model_dir, full
+from tests.support.short_run import EVERY, STEPS, TOML, outcome
 
-DEMO = Path(__file__).parents[2] / "toml" / "demo"
-STEPS, EVERY, SIZE = 6, 2, 2
-TOML = f"""
-recipe = "sft"
-[model]
-weights = "random"
-tokenizer = "{DEMO / "tokenizer"}"
-config = {{ model_type = "llama", vocab_size = 1024, hidden_size = 64, intermediate_size = 96, num_hidden_layers = 2,
-            num_attention_heads = 4, num_key_value_heads = 2, tie_word_embeddings = true }}
-[fsdp]
-param_dtype = "float32"
-[data]
-path = "{DEMO / "chat.jsonl"}"
-seq_len = 64
-[train]
-steps = {STEPS}
-global_batch_size = 4
-[optimizer]
-lr = 1e-3
-[checkpoint]
-every = {EVERY}
-keep = 1
-[wandb]
-mode = "disabled"
-"""
-
-
-def outcome(run_dir: Path) -> tuple[list[tuple[float, ...]], str]:
-    """Every step's numbers, and a digest of the exported weights."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    numbers = [tuple(line[key] for key in ("step", "loss", "grad_norm", "tokens_total")) for line in lines]
-    [weights] = (run_dir / "hf").glob("*.safetensors")
-    return numbers, sha256(weights)
+SIZE = 2
 
 
 def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()) -> list[Kill]:

@@ -14,69 +14,48 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.weights.record import weights_of
-from tests.checkpoint import jobs
-from tests.reference import full
-from tests.workers import WorkerPool
-
-
-def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
-    assert left.keys() == right.keys()
-    different = [name for name in left if not np.array_equal(left[name], right[name])]
-    assert not different
-
-
-def saved_alone(run_dir: Path, *steps: int, keep: int = 2, **section: Any) -> tuple[Checkpoints, Path]:
-    """Checkpoints of an untrained model, written without a process group, and the newest one's path."""
-    checkpoints, path = jobs.checkpoints_of(run_dir, keep=keep, **section), run_dir
-    for step in steps:
-        path = checkpoints.save(jobs.progress_at(step))
-    checkpoints.finish()
-    return checkpoints, path
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_same, flip, names, saved_alone, truncate
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.mark.parametrize(("tied", "replicate"), [(True, 1), full(False, 2)])
 def test_state_survives_any_change_of_world_size(pool: WorkerPool, tmp_path: Path, tied: bool, replicate: int) -> None:
-    saved = pool.run(2, jobs.train_and_save, tmp_path, tied=tied, replicate=replicate)[0]
+    saved = pool.run(2, helpers.train_and_save, tmp_path, tied=tied, replicate=replicate)[0]
 
     for size in (1, 3):
-        for state, progress, rate in pool.run(size, jobs.restore, tmp_path, tied=tied):
+        for state, progress, rate in pool.run(size, helpers.restore, tmp_path, tied=tied):
             assert_same(saved, state)
-            assert progress == jobs.progress_at(2)
+            assert progress == helpers.progress_at(2)
             assert rate == 0.5  # the config's, not the checkpoint's
 
-    model = jobs.tiny_llama(seed=1, tied=tied)  # and without a process group, unsharded
-    optimizer = jobs.adamw(model)
-    checkpoints = jobs.checkpoints_of(tmp_path, model, optimizer)
+    model = helpers.tiny_llama(seed=1, tied=tied)  # and without a process group, unsharded
+    optimizer = helpers.adamw(model)
+    checkpoints = helpers.checkpoints_of(tmp_path, model, optimizer)
     path = checkpoints.resolve("auto")
     assert path is not None
     assert path == tmp_path / "checkpoints" / "step-000002"
     checkpoints.restore(path)
-    assert_same(saved, jobs.full_state(model, optimizer))
+    assert_same(saved, helpers.full_state(model, optimizer))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
-    model = jobs.tiny_llama()
-    optimizer = jobs.adamw(model)
+    model = helpers.tiny_llama()
+    optimizer = helpers.adamw(model)
     ids = torch.arange(12).unsqueeze(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -93,12 +72,12 @@ def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
     assert all(not tensor.any() for tensor in tensors.values())
 
     # An optimizer whose state was made beforehand takes the very same step.
-    untouched = jobs.tiny_llama()
-    plain = jobs.adamw(untouched)
+    untouched = helpers.tiny_llama()
+    plain = helpers.adamw(untouched)
     untouched(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
     plain.step()
-    assert_same(jobs.full_state(untouched, plain), jobs.full_state(model, optimizer))
+    assert_same(helpers.full_state(untouched, plain), helpers.full_state(model, optimizer))
 
 
 @pytest.mark.parametrize(
@@ -108,18 +87,18 @@ def test_other_optimizers_resume_as_if_never_interrupted(tmp_path: Path, optimiz
     """SGD keeps no step count, without momentum no state at all, and Adagrad has its own before the first step."""
 
     def fresh(seed: int):
-        model = jobs.tiny_llama(seed=seed)
+        model = helpers.tiny_llama(seed=seed)
         return model, optimizer(model.parameters(), lr=0.1, **momentum)
 
     model, plain = fresh(0)
-    jobs.train(model, plain, range(4))
+    helpers.train(model, plain, range(4))
     for first in (0, 2):  # saved before the first step, and after two
         half, before = fresh(0)
-        jobs.train(half, before, range(first))
-        path = jobs.checkpoints_of(tmp_path, half, before).save(jobs.progress_at(first))
+        helpers.train(half, before, range(first))
+        path = helpers.checkpoints_of(tmp_path, half, before).save(helpers.progress_at(first))
         resumed, after = fresh(1)
-        jobs.checkpoints_of(tmp_path, resumed, after).restore(path)
-        jobs.train(resumed, after, range(first, 4))
+        helpers.checkpoints_of(tmp_path, resumed, after).restore(path)
+        helpers.train(resumed, after, range(first, 4))
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True)), first
 
 
@@ -131,7 +110,7 @@ def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
     assert files == {"__0_0.distcp", ".metadata", "config.toml", "manifest.json", *assets}
     manifest = json.loads((path / "manifest.json").read_text())
     assert path.name == "step-000200"
-    assert manifest["identity"] == jobs.IDENTITY
+    assert manifest["identity"] == helpers.IDENTITY
     assert manifest["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert manifest["export_dtype"] == "bfloat16"
     assert set(manifest["files"]) == files - {"manifest.json"}
@@ -139,9 +118,9 @@ def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep_best", [True, False])
 def test_the_newest_the_best_and_every_so_many_steps_are_kept(tmp_path: Path, keep_best: bool) -> None:
-    checkpoints = jobs.checkpoints_of(tmp_path, keep=2, keep_every=4, keep_best=keep_best)
+    checkpoints = helpers.checkpoints_of(tmp_path, keep=2, keep_every=4, keep_best=keep_best)
     for step in range(1, 12):
-        checkpoints.save(replace(jobs.progress_at(step), best_step=min(step, 3)))
+        checkpoints.save(replace(helpers.progress_at(step), best_step=min(step, 3)))
     checkpoints.finish()
     assert names(tmp_path) == [f"step-{step:06d}" for step in (*([3] if keep_best else []), 4, 8, 10, 11)]
 
@@ -165,13 +144,13 @@ def test_what_another_process_is_reading_is_kept_until_it_is_done(tmp_path: Path
     reader.start()
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    checkpoints.save(jobs.progress_at(2))
+    checkpoints.save(helpers.progress_at(2))
     checkpoints.finish()
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert "whole" in verify(path)
     reader.kill()
     reader.join()
-    checkpoints.save(jobs.progress_at(3))
+    checkpoints.save(helpers.progress_at(3))
     checkpoints.finish()
     assert names(tmp_path) == ["step-000003"]
 
@@ -194,7 +173,7 @@ def test_our_leftovers_are_removed_and_strange_directories_set_aside(
     aside = []
     for step in (4, 5, 6, 7):
         (path.with_name("step-000002")).mkdir(exist_ok=True)
-        checkpoints.save(jobs.progress_at(step))
+        checkpoints.save(helpers.progress_at(step))
         aside.append("step-000002.incomplete" + (f"-{len(aside) + 1}" if aside else ""))
         assert "set aside as " + aside[-1] in caplog.text
     checkpoints.finish()
@@ -208,10 +187,10 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
     checkpoints, _ = saved_alone(tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr("fsdp2kit.checkpoint.store.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
-        checkpoints.save(jobs.progress_at(2))
+        checkpoints.save(helpers.progress_at(2))
         checkpoints.finish()
     assert names(tmp_path) == [".trash-step-000001", "step-000002"]
-    resumed = jobs.checkpoints_of(tmp_path)
+    resumed = helpers.checkpoints_of(tmp_path)
     assert resumed.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
     resumed.finish()
     assert names(tmp_path) == ["step-000002"]
@@ -228,9 +207,9 @@ def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     _, path = saved_alone(tmp_path, 1, 2, 3, keep=5)
-    checkpoints = jobs.checkpoints_of(tmp_path, keep=5)
+    checkpoints = helpers.checkpoints_of(tmp_path, keep=5)
     checkpoints.restore(path.with_name("step-000001"))
-    checkpoints.save(jobs.progress_at(2))
+    checkpoints.save(helpers.progress_at(2))
     assert names(tmp_path) == ["step-000001", "step-000002", "superseded-step-000002", "superseded-step-000003"]
     assert checkpoints.resolve("auto") == path.with_name("step-000002")
 
@@ -261,18 +240,18 @@ def test_a_kill_after_any_move_leaves_only_whole_checkpoints(tmp_path: Path) -> 
         run_dir = tmp_path / str(fatal)
         shutil.copytree(tmp_path / "before", run_dir)
         path = run_dir / "checkpoints" / "step-000002"
-        checkpoints, was_killed = jobs.checkpoints_of(run_dir, keep=1), False
+        checkpoints, was_killed = helpers.checkpoints_of(run_dir, keep=1), False
         checkpoints.restore(path)
         with pytest.MonkeyPatch.context() as patch:
             moved = die_after(fatal, patch)
             try:
-                checkpoints.save(jobs.progress_at(2))
+                checkpoints.save(helpers.progress_at(2))
             except (Killed, RunFailure):  # DCP makes its own exception of whatever it meets
                 was_killed = True
         checkpoints.finish()
         steps = [one for one in path.parent.iterdir() if re.fullmatch(r"step-\d{6}", one.name)]
         assert all("whole" in verify(one) for one in steps)
-        resumed = jobs.checkpoints_of(run_dir)
+        resumed = helpers.checkpoints_of(run_dir)
         assert resumed.resolve("auto") == path
         resumed.finish()
         if not was_killed:
@@ -305,25 +284,13 @@ def test_the_shares_of_the_ranks_are_all_files(tmp_path: Path) -> None:
 
 
 def test_resolve(tmp_path: Path) -> None:
-    checkpoints = jobs.checkpoints_of(tmp_path)
+    checkpoints = helpers.checkpoints_of(tmp_path)
     assert checkpoints.resolve("auto") is None
     _, path = saved_alone(tmp_path, 1)
     assert checkpoints.resolve("never") is None
     assert checkpoints.resolve(str(path)) == path
     with pytest.raises(UserError, match="no such checkpoint directory"):
         checkpoints.resolve(str(tmp_path / "nothing"))
-
-
-def truncate(path: Path) -> None:
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    file = path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -382,25 +349,25 @@ def test_a_runs_directory_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flipped", [full(0), 1])
 def test_ranks_check_their_shares_and_agree(pool: WorkerPool, tmp_path: Path, flipped: int) -> None:
     for step in (1, 2):
-        pool.run(2, jobs.train_and_save, tmp_path / str(step), tied=True, replicate=1)
+        pool.run(2, helpers.train_and_save, tmp_path / str(step), tied=True, replicate=1)
     one, two = (tmp_path / str(step) / "checkpoints" / "step-000002" for step in (1, 2))
     shutil.copytree(two, one.with_name("step-000003"))
     file = one.with_name("step-000003") / f"__{flipped}_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     for size in (1, 2, 3):
-        assert pool.run(size, jobs.resolve, one.parents[1], "auto") == [str(one)] * size
-        for message in pool.run(size, jobs.resolve, one.parents[1], str(file.parent)):
+        assert pool.run(size, helpers.resolve, one.parents[1], "auto") == [str(one)] * size
+        for message in pool.run(size, helpers.resolve, one.parents[1], str(file.parent)):
             assert f"step-000003/{file.name}: does not have the checksum" in message
 
 
 @pytest.mark.parametrize(("field", "value"), [("data.seq_len", "'24'"), ("extra", "'1'"), ("run.seed", "None")])
 def test_another_run_is_refused(tmp_path: Path, field: str, value: str) -> None:
     _, path = saved_alone(tmp_path, 1)
-    identity = {**jobs.IDENTITY, field: value.strip("'")}
+    identity = {**helpers.IDENTITY, field: value.strip("'")}
     if value == "None":
         del identity[field]
     with pytest.raises(UserError, match=rf"{field} = .*{field} = {value}; .*another run\.dir.*model\.weights"):
-        jobs.checkpoints_of(tmp_path, identity=identity).restore(path)
+        helpers.checkpoints_of(tmp_path, identity=identity).restore(path)
 
 
 def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
@@ -422,12 +389,12 @@ def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
 def test_another_model_is_refused(tmp_path: Path, other: dict, message: str) -> None:
     _, path = saved_alone(tmp_path, 1)
     with pytest.raises(UserError, match=message):
-        jobs.checkpoints_of(tmp_path, jobs.tiny_llama(**other)).restore(path)
+        helpers.checkpoints_of(tmp_path, helpers.tiny_llama(**other)).restore(path)
 
 
 def test_an_unwritable_run_dir_is_a_users_mistake_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for message in pool.run(2, jobs.resolve, tmp_path / "file" / "run", "never"):
+    for message in pool.run(2, helpers.resolve, tmp_path / "file" / "run", "never"):
         assert message.startswith("run.dir:")
         assert "Not a directory" in message
 
@@ -436,8 +403,8 @@ def test_an_export_directory_with_the_users_own_files_is_refused_at_the_start(tm
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"hf: holds notes\.txt, which no export of fsdp2kit wrote there; .* move"):
-        jobs.checkpoints_of(tmp_path)
-    jobs.checkpoints_of(tmp_path, export_hf="never")
+        helpers.checkpoints_of(tmp_path)
+    helpers.checkpoints_of(tmp_path, export_hf="never")
 
 
 @pytest.mark.parametrize("export_dir", ["/proc/x", "{file}/x", "{file}/x/y"])
@@ -445,12 +412,12 @@ def test_an_export_directory_that_cannot_be_made_is_refused_at_the_start(tmp_pat
     (tmp_path / "file").write_text("")
     export_dir = export_dir.format(file=tmp_path / "file")
     with pytest.raises(UserError, match=r"^checkpoint\.export_dir: .* cannot be written \(.*; choose a directory"):
-        jobs.checkpoints_of(tmp_path / "run", export_dir=export_dir)
-    jobs.checkpoints_of(tmp_path / "run", export_dir=export_dir, export_hf="never")
+        helpers.checkpoints_of(tmp_path / "run", export_dir=export_dir)
+    helpers.checkpoints_of(tmp_path / "run", export_dir=export_dir, export_hf="never")
 
 
 def test_an_export_directory_is_not_made_before_the_export(tmp_path: Path) -> None:
-    jobs.checkpoints_of(tmp_path / "run", export_dir=str(tmp_path / "new" / "hf"))
+    helpers.checkpoints_of(tmp_path / "run", export_dir=str(tmp_path / "new" / "hf"))
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -462,48 +429,48 @@ def adamw_of_some(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_other_frozen_parameters_are_refused_by_their_key(tmp_path: Path, is_frozen: bool) -> None:
-    before, after = (jobs.adamw, adamw_of_some) if is_frozen else (adamw_of_some, jobs.adamw)
-    model, other = jobs.tiny_llama(), jobs.tiny_llama(seed=1)
-    path = jobs.checkpoints_of(tmp_path, model, before(model)).save(jobs.progress_at(1))
+    before, after = (helpers.adamw, adamw_of_some) if is_frozen else (adamw_of_some, helpers.adamw)
+    model, other = helpers.tiny_llama(), helpers.tiny_llama(seed=1)
+    path = helpers.checkpoints_of(tmp_path, model, before(model)).save(helpers.progress_at(1))
     where = "the checkpoint and not in this run" if is_frozen else "this run and not in the checkpoint"
     way = rf"set model\.freeze .*run\.dir .*model\.weights = '{path}'"
     with pytest.raises(UserError, match=rf"embed_tokens\.weight\.exp_avg is in {where}: .*\(3 such .*; {way}"):
-        jobs.checkpoints_of(tmp_path, other, after(other)).restore(path)
+        helpers.checkpoints_of(tmp_path, other, after(other)).restore(path)
     load_weights(path, other)  # the way that is named
     assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 def test_another_optimizer_is_refused_by_what_it_keeps(tmp_path: Path) -> None:
-    model, other = jobs.tiny_llama(), jobs.tiny_llama(seed=1)
-    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    model, other = helpers.tiny_llama(), helpers.tiny_llama(seed=1)
+    path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
     kept = r"exp_avg, exp_avg_sq, step and momentum_buffer of model\.embed_tokens\.weight"
     with pytest.raises(UserError, match=rf"optimizers differ, which keep {kept} .*; use the optimizer .*run\.dir"):
-        jobs.checkpoints_of(tmp_path, other, sgd).restore(path)
-    path = jobs.checkpoints_of(tmp_path, model, torch.optim.SGD(model.parameters())).save(jobs.progress_at(1))
+        helpers.checkpoints_of(tmp_path, other, sgd).restore(path)
+    path = helpers.checkpoints_of(tmp_path, model, torch.optim.SGD(model.parameters())).save(helpers.progress_at(1))
     with pytest.raises(UserError, match=r"\.exp_avg is in this run .*: the other keeps no optimizer state at all"):
-        jobs.checkpoints_of(tmp_path, other).restore(path)
+        helpers.checkpoints_of(tmp_path, other).restore(path)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_another_storage_dtype_is_refused_by_its_key(tmp_path: Path, stored: torch.dtype) -> None:
     current = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[stored]
-    model, other = jobs.tiny_llama(), jobs.tiny_llama(seed=1)
+    model, other = helpers.tiny_llama(), helpers.tiny_llama(seed=1)
     for one, dtype in ((model, stored), (other, current)):
         for parameter in one.parameters():
             parameter.data = parameter.data.to(dtype)
-    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     keys = (
         r"fsdp\.storage_dtype, fsdp\.ignored_modules and \(for those\) fsdp\.param_dtype .*run\.dir .*model\.weights"
     )
     with pytest.raises(UserError, match=rf"is {stored} in the checkpoint and {current} in the run; set {keys}"):
-        jobs.checkpoints_of(tmp_path, other).restore(path)
+        helpers.checkpoints_of(tmp_path, other).restore(path)
     load_weights(path, other)  # the way that is named
     assert torch.equal(other.model.norm.weight, model.model.norm.weight.to(current))
 
 
 def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    for message in pool.run(2, jobs.save_without_assets, tmp_path):
+    for message in pool.run(2, helpers.save_without_assets, tmp_path):
         assert "step-000001: the checkpoint was not saved" in message
         assert "No space left" in message
     assert names(tmp_path) == []
@@ -518,7 +485,7 @@ def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
     with pytest.raises(RunFailure, match=r"step-000002: the checkpoint was not saved: rank 0 on .*: .*No space"):
-        checkpoints.save(jobs.progress_at(2))
+        checkpoints.save(helpers.progress_at(2))
     assert names(tmp_path) == ["step-000001"]
     assert "whole" in verify(path)
 
@@ -533,5 +500,5 @@ def test_a_save_that_waited_for_a_lost_rank_does_not_blame_the_disk(
 
     monkeypatch.setattr("fsdp2kit.checkpoint.checkpoints.record_files", fail)
     with pytest.raises(RunFailure, match=r"see why a rank ended .* it resumes from step-000001") as failure:
-        checkpoints.save(jobs.progress_at(2))
+        checkpoints.save(helpers.progress_at(2))
     assert "free space" not in str(failure.value)

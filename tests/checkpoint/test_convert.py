@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,18 +24,18 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import load_whole
 from fsdp2kit.weights import safetensors_file
 from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
-from tests.checkpoint import jobs
-from tests.checkpoint.jobs import assert_equal, exported
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_equal, exported, tool
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return jobs.tiny_llama()
+    return helpers.tiny_llama()
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, model: PreTrainedModel) -> Path:
-    return jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
+    return helpers.checkpoints_of(tmp_path / "run", model).save(helpers.progress_at(3))
 
 
 def plain_dcp(state: dict, path: Path) -> Path:
@@ -127,7 +125,7 @@ def test_plain_checkpoints_are_exported_with_a_config(tmp_path: Path, model: Pre
 
 
 def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, checkpoint: Path) -> None:
-    jobs.tiny_llama(hidden=8).config.save_pretrained(tmp_path / "other")
+    helpers.tiny_llama(hidden=8).config.save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match=r"embed_tokens\.weight: has shape \(97, 16\)"):
         dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "other")
     with pytest.raises(UserError, match=r"config\.json: cannot be read"):
@@ -196,7 +194,7 @@ def test_an_export_goes_where_a_link_leads(tmp_path: Path, checkpoint: Path, is_
 def test_what_float16_does_not_hold_is_refused(tmp_path: Path, model: PreTrainedModel) -> None:
     with torch.no_grad():
         model.model.norm.weight[0] = 1e6
-    path = jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
+    path = helpers.checkpoints_of(tmp_path / "run", model).save(helpers.progress_at(3))
     with pytest.raises(UserError, match=r"model\.norm\.weight has values that float16 does not hold .*1e\+06"):
         dcp_to_hf(path, tmp_path / "out", dtype="float16")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
@@ -225,23 +223,13 @@ def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dty
 
     with torch.no_grad():  # the same step, of another training
         model.lm_head.weight.add_(1)
-    again = jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
+    again = helpers.checkpoints_of(tmp_path / "run", model).save(helpers.progress_at(3))
     assert again == checkpoint
     assert ensure_export(checkpoint, out=out, dtype="float32")
     assert torch.equal(exported(out)["model.embed_tokens.weight"], model.lm_head.weight)
     (out / ".fsdp2kit-export.json").write_text('{"files": ["config.json"]}')  # as an older version wrote it
     with pytest.raises(UserError, match="which no export of fsdp2kit wrote"):
         ensure_export(checkpoint, out=out, dtype="float32")
-
-
-def tool(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_command_line(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +269,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
 def test_a_hugging_face_directory_becomes_a_checkpoint_and_comes_back(
     tmp_path: Path, kind: str, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"tied": lambda: model, "untied": lambda: jobs.tiny_llama(tied=False), "experts": tiny_moe}[kind]()
+    model = {"tied": lambda: model, "untied": lambda: helpers.tiny_llama(tied=False), "experts": tiny_moe}[kind]()
     model.bfloat16().save_pretrained(tmp_path / "hf", max_shard_size="10KB")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     out = tmp_path / "dcp"

@@ -21,8 +21,7 @@ from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.remote import to_path
-from tests.checkpoint.jobs import checkpoints_of, progress_at
-from tests.checkpoint.test_checkpoints import saved_alone
+from tests.checkpoint.helpers import checkpoints_of, progress_at, saved_alone
 
 PASSWD = Path("/etc/passwd")
 

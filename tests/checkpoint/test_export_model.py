@@ -18,11 +18,11 @@ from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import load_plain
-from tests.checkpoint.jobs import assert_equal, exported
-from tests.parallel.jobs import Case, build
-from tests.reference import DEMO, demo_model_dir, full, tiny_model_dir, write_adapter
-from tests.rl.jobs import Held, change
-from tests.workers import WorkerPool
+from tests.checkpoint.helpers import assert_equal, exported
+from tests.rl.helpers.jobs import Held, change
+from tests.support.cases import Case, build
+from tests.support.models import DEMO, demo_model_dir, full, tiny_model_dir, write_adapter
+from tests.support.workers import WorkerPool
 
 HYBRID = (("strategy", "hybrid_shard"),)
 IGNORED = (("ignored_modules", ["model.embed_tokens"]),)

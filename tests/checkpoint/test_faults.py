@@ -15,11 +15,11 @@ from fsdp2kit.checkpoint import checkpoints as module
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
-from tests.checkpoint import jobs
-from tests.checkpoint.test_chaos import TOML
-from tests.checkpoint.test_checkpoints import flip, names, saved_alone, truncate
-from tests.reference import full
-from tests.workers import WorkerPool, ending, start_ranks
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import flip, names, saved_alone, truncate
+from tests.support.models import full
+from tests.support.short_run import TOML
+from tests.support.workers import WorkerPool, ending, start_ranks
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path, is_async: bool) -> None:
-    results = pool.run(2, jobs.save_on_full_disk, small_disk, is_async=is_async)
+    results = pool.run(2, helpers.save_on_full_disk, small_disk, is_async=is_async)
     assert "(its disk is full)" in results[0][0]
     for message, first, left in results:
         assert "step-000002: the checkpoint was not saved" in message
@@ -45,14 +45,14 @@ def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path, is_asyn
 
 
 def test_an_export_onto_a_full_disk_leaves_nothing_but_the_checkpoint(pool: WorkerPool, small_disk: Path) -> None:
-    for message, left in pool.run(2, jobs.export_on_full_disk, small_disk):
+    for message, left in pool.run(2, helpers.export_on_full_disk, small_disk):
         assert "hf: was not exported: " in message
         assert "start the run again: it exports" in message
         assert left == ["checkpoints", "filler"]
 
 
 def test_a_manifest_that_one_rank_cannot_read_ends_the_export_on_all(pool: WorkerPool, tmp_path: Path) -> None:
-    for failure, then in pool.run(2, jobs.export_of_unreadable_manifest, tmp_path):
+    for failure, then in pool.run(2, helpers.export_of_unreadable_manifest, tmp_path):
         assert "hf: was not exported: " in failure
         assert "Input/output error" in failure
         assert then == "exported"
@@ -88,10 +88,10 @@ def test_a_disk_that_turns_read_only_damages_nothing(small_disk: Path) -> None:
     checkpoints, path = saved_alone(small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(RunFailure, match=r"step-000002: .* Read-only file system: .*; .* resumes from step-000001"):
-        checkpoints.save(jobs.progress_at(2))
+        checkpoints.save(helpers.progress_at(2))
     assert "whole" in verify(path)
     with pytest.raises(UserError, match=r"run\.dir: .*checkpoints cannot be written \(Read-only file system, EROFS\)"):
-        jobs.checkpoints_of(small_disk)
+        helpers.checkpoints_of(small_disk)
 
 
 def test_checkpoints_deleted_between_two_saves_are_missed_aloud(
@@ -99,7 +99,7 @@ def test_checkpoints_deleted_between_two_saves_are_missed_aloud(
 ) -> None:
     checkpoints, path = saved_alone(tmp_path, 1)
     shutil.rmtree(tmp_path)
-    path = checkpoints.save(jobs.progress_at(2))
+    path = checkpoints.save(helpers.progress_at(2))
     assert f"{path.parent}: was deleted during the run" in caplog.text
     assert "whole" in verify(path)
 
@@ -119,14 +119,14 @@ def test_a_directory_deleted_during_a_save_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(module, "record_files", delete_first)
         with pytest.raises(RunFailure, match=r"step-000002: .*No such file or directory: '.*tmp-step-000002.*; free"):
-            checkpoints.save(jobs.progress_at(2))
-    resumed = jobs.checkpoints_of(tmp_path)
+            checkpoints.save(helpers.progress_at(2))
+    resumed = helpers.checkpoints_of(tmp_path)
     if level == "the new checkpoint":
         assert "whole" in verify(path)
         assert resumed.resolve("auto") == path
     else:
         assert resumed.resolve("auto") is None
-    assert "whole" in verify(resumed.save(jobs.progress_at(2)))
+    assert "whole" in verify(resumed.save(helpers.progress_at(2)))
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, lambda path: (path / "__0_0.distcp").unlink()])

@@ -27,10 +27,10 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.job.events import Events
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.weights.record import ModelSource, weights_of
-from tests.checkpoint import jobs
-from tests.checkpoint.jobs import assert_equal, exported
-from tests.kept import BEYOND_5_17, kept_model
-from tests.reference import full, slow
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_equal, exported
+from tests.support.kept_dtypes import BEYOND_5_17, kept_model
+from tests.support.models import full, slow
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
 # Causal language models whose classes name tensors to keep, by the text of their modules: nothing is imported for it.
@@ -123,7 +123,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> None:
-    config = jobs.tiny_llama().config
+    config = helpers.tiny_llama().config
     config.auto_map = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
     model = OwnForCausalLM(config)
     model.save_pretrained(tmp_path / "source")
@@ -132,8 +132,8 @@ def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> 
     run, section = {"dir": str(tmp_path)}, {"export_dtype": dtype}
     settings = TrainingConfig.model_validate({"recipe": "sft", "run": run, "checkpoint": section})
     data: Any = SimpleNamespace(fingerprint="of the data", total_steps=1, endings=(), contents={})
-    with build_checkpoints(settings, model, jobs.adamw(model), job=job, data=data, tokenizer=None) as checkpoints:
-        checkpoints.save(jobs.progress_at(1), is_over=True)
+    with build_checkpoints(settings, model, helpers.adamw(model), job=job, data=data, tokenizer=None) as checkpoints:
+        checkpoints.save(helpers.progress_at(1), is_over=True)
     loaded = OwnForCausalLM.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype))
     loaded.save_pretrained(tmp_path / "expected")
     assert_equal(exported(tmp_path / "hf"), exported(tmp_path / "expected"))

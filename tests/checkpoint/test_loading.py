@@ -16,8 +16,8 @@ from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.remote import to_path
-from tests.checkpoint import jobs
-from tests.workers import WorkerPool
+from tests.checkpoint import helpers
+from tests.support.workers import WorkerPool
 
 # Plain torch says so each time it works without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:torch.distributed is unavail")
@@ -29,17 +29,17 @@ def weights_equal(left: torch.nn.Module, right: torch.nn.Module) -> bool:
 
 
 def test_plain_torch_reads_our_checkpoints(tmp_path: Path) -> None:
-    model = jobs.tiny_llama()
-    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    model = helpers.tiny_llama()
+    path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
 
-    state = jobs.tiny_llama(seed=1).state_dict()
+    state = helpers.tiny_llama(seed=1).state_dict()
     del state["lm_head.weight"]  # tied, so it is stored once
     dcp.load({"model": state}, checkpoint_id=path)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state.items())
 
     dcp_to_torch_save(path, tmp_path / "all.pt")
     whole = torch.load(tmp_path / "all.pt")
-    jobs.tiny_llama().load_state_dict(
+    helpers.tiny_llama().load_state_dict(
         {**whole["model"], "lm_head.weight": whole["model"]["model.embed_tokens.weight"]}
     )
     assert set(whole["optimizer"]) == {
@@ -49,53 +49,53 @@ def test_plain_torch_reads_our_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["ours", "bare", "prefixed", "head only"])
 def test_weights_are_found_however_they_were_saved(pool: WorkerPool, tmp_path: Path, form: str) -> None:
-    model, path = jobs.tiny_llama(), tmp_path / "weights"
+    model, path = helpers.tiny_llama(), tmp_path / "weights"
     if form == "ours":
-        path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+        path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     else:
         state: dict = dict(model.state_dict())
         if form == "head only":
             del state["model.embed_tokens.weight"]
         dcp.save({"model": state, "lr": 0.1} if form == "prefixed" else state, checkpoint_id=path)
-    loaded = jobs.tiny_llama(seed=1)
+    loaded = helpers.tiny_llama(seed=1)
     load_weights(path, loaded)
     assert weights_equal(loaded, model)
     if form == "bare":
-        for state in pool.run(2, jobs.load_weights_sharded, path):
+        for state in pool.run(2, helpers.load_weights_sharded, path):
             assert all((model.state_dict()[name].numpy() == array).all() for name, array in state.items())
 
 
 def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
-    model = jobs.tiny_llama().bfloat16()
+    model = helpers.tiny_llama().bfloat16()
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "weights")
-    loaded = jobs.tiny_llama(seed=1)
+    loaded = helpers.tiny_llama(seed=1)
     load_weights(tmp_path / "weights", loaded)
     assert weights_equal(loaded, model.float())
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    state = jobs.tiny_llama().state_dict()
+    state = helpers.tiny_llama().state_dict()
     dcp.save(state, checkpoint_id=tmp_path / "whole")
     with pytest.raises(UserError, match=r"embed_tokens.weight: has shape \(97, 16\)"):
-        load_weights(tmp_path / "whole", jobs.tiny_llama(hidden=8))
+        load_weights(tmp_path / "whole", helpers.tiny_llama(hidden=8))
     dcp.save({**state, "model.extra": torch.zeros(1)}, checkpoint_id=tmp_path / "more")
     with pytest.raises(UserError, match=r"holds model\.extra, which the model has not"):
-        load_weights(tmp_path / "more", jobs.tiny_llama())
+        load_weights(tmp_path / "more", helpers.tiny_llama())
     del state["model.norm.weight"]
     dcp.save(state, checkpoint_id=tmp_path / "less")
     with pytest.raises(UserError, match=r"has no tensor model\.norm\.weight"):
-        load_weights(tmp_path / "less", jobs.tiny_llama())
+        load_weights(tmp_path / "less", helpers.tiny_llama())
     with pytest.raises(UserError, match=r"\.metadata: is missing"):
-        load_weights(tmp_path / "nothing", jobs.tiny_llama())
+        load_weights(tmp_path / "nothing", helpers.tiny_llama())
 
 
 def test_weights_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
-    model = jobs.tiny_llama()
-    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    model = helpers.tiny_llama()
+    path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"__0_0\.distcp: does not have the checksum"):
-        load_weights(path, jobs.tiny_llama(seed=1))
+        load_weights(path, helpers.tiny_llama(seed=1))
 
 
 class _RunsACommand:
@@ -153,7 +153,7 @@ def test_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
 def test_a_pickle_in_place_of_a_tensor_is_not_executed(tmp_path: Path, where: str) -> None:
     """On every way into a checkpoint without checksums: weights, conversion, and both from a URL."""
     witness, path = tmp_path / "witness", tmp_path / "weights"
-    model = jobs.tiny_llama()
+    model = helpers.tiny_llama()
     dcp.save(model.state_dict(), checkpoint_id=path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     torch.save(_RunsACommand(f"touch {witness}"), path / "__9_0.distcp")
@@ -169,7 +169,7 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(tmp_path: Path, where: st
         for file in path.iterdir():
             (place / file.name).write_bytes(file.read_bytes())
     with pytest.raises(RunFailure, match="Weights only load failed"):
-        load_weights(place, jobs.tiny_llama(seed=1))
+        load_weights(place, helpers.tiny_llama(seed=1))
     with pytest.raises(RunFailure, match="Weights only load failed"):
         dcp_to_hf(place, tmp_path / "out", config_dir=tmp_path / "hf")
     assert not witness.exists()

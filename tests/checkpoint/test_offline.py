@@ -12,8 +12,8 @@ from fsdp2kit.checkpoint.identity import changed_settings, settings_identity
 from fsdp2kit.checkpoint.offline import try_places
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.errors import UserError
-from tests.checkpoint import jobs
-from tests.checkpoint.jobs import checkpoints_of
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import checkpoints_of
 
 
 def config_of(run_dir: Path | str, **sections: Any) -> TrainingConfig:
@@ -31,7 +31,7 @@ def saved_run(run_dir: Path) -> Path:
     run_dir.mkdir()
     (run_dir / "config.toml").write_text(dump_toml(config))
     identity = {"model": "m", "data": "d", **settings_identity(config)}
-    return checkpoints_of(run_dir, identity=identity).save(jobs.progress_at(3))
+    return checkpoints_of(run_dir, identity=identity).save(helpers.progress_at(3))
 
 
 def test_a_new_run_directory_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_another_run_that_is_there_is_refused(values: dict[str, Any], tmp_path: 
 
 def test_a_limit_that_was_taken_out_is_another_run(tmp_path: Path) -> None:
     identity = settings_identity(config_of(tmp_path / "x", data={"limit": 5}))
-    checkpoints_of(tmp_path / "x", identity=identity).save(jobs.progress_at(3))
+    checkpoints_of(tmp_path / "x", identity=identity).save(helpers.progress_at(3))
     with pytest.raises(UserError, match=r"was made with data\.limit = '5', and this run has data\.limit = None"):
         try_places(config_of(tmp_path / "x"))
 

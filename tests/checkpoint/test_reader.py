@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.errors import RunFailure
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 from tools.benchmarks.harness import PeakMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -25,12 +25,10 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import open_store
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.files.remote import check_writable, on_disk, to_path
-from tests.checkpoint import jobs
-from tests.checkpoint.jobs import exported
-from tests.checkpoint.test_checkpoints import assert_same, saved_alone
-from tests.checkpoint.test_convert import tool
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_same, exported, saved_alone, tool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.fixture
@@ -55,13 +53,13 @@ def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) ->
     _, path = saved_alone(tmp_path, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async, dir=url)
     assert names(url) == ["step-000002", "step-000004"]
     assert not (tmp_path / "checkpoints").exists()
-    model = jobs.tiny_llama(seed=1)
-    optimizer = jobs.adamw(model)
-    resumed = jobs.checkpoints_of(tmp_path, model, optimizer, dir=url)
+    model = helpers.tiny_llama(seed=1)
+    optimizer = helpers.adamw(model)
+    resumed = helpers.checkpoints_of(tmp_path, model, optimizer, dir=url)
     assert resumed.resolve("auto") == path == resumed.resolve(f"{url}/step-000004")
-    assert resumed.restore(path) == jobs.progress_at(4)
-    reference = jobs.tiny_llama()
-    assert_same(jobs.full_state(model, optimizer), jobs.full_state(reference, jobs.adamw(reference)))
+    assert resumed.restore(path) == helpers.progress_at(4)
+    reference = helpers.tiny_llama()
+    assert_same(helpers.full_state(model, optimizer), helpers.full_state(reference, helpers.adamw(reference)))
 
 
 def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +67,10 @@ def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: py
     assert main(["verify", f"{url}/step-000001"]) == 0
     assert "whole: step 1" in capsys.readouterr().out
     dcp_to_hf(path, tmp_path / "out", dtype="float32")
-    model = jobs.tiny_llama()
+    model = helpers.tiny_llama()
     assert all((exported(tmp_path / "out")[name] == p.detach()).all() for name, p in model.named_parameters())
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
-    loaded = jobs.tiny_llama(seed=1)
+    loaded = helpers.tiny_llama(seed=1)
     load_weights(path, loaded)
     assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
     content = bytearray((path / "__0_0.distcp").read_bytes())
@@ -94,7 +92,7 @@ def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixtu
     assert tool("dcp_to_hf").main(arguments) == 0  # what is left of the first is gone
     assert [name for name in names(f"{url}/hf") if "model" in name] == ["model.safetensors"]
     with on_disk(out) as folder:
-        model, loaded = jobs.tiny_llama(), AutoModelForCausalLM.from_pretrained(folder)
+        model, loaded = helpers.tiny_llama(), AutoModelForCausalLM.from_pretrained(folder)
     assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
     (out / "notes.txt").write_text("mine")
     assert tool("dcp_to_hf").main(arguments) == 2
@@ -121,7 +119,7 @@ def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url
 
 def _assets(folder: Path) -> Path:
     folder.mkdir()
-    jobs.write_assets(folder)
+    helpers.write_assets(folder)
     return folder
 
 
@@ -155,8 +153,8 @@ class Unreachable(Exception):
 def test_a_store_that_fails_ends_the_save_in_one_line(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, raised: type[Exception], where: str
 ) -> None:
-    checkpoints = jobs.checkpoints_of(tmp_path, dir=url)
-    checkpoints.save(jobs.progress_at(1))
+    checkpoints = helpers.checkpoints_of(tmp_path, dir=url)
+    checkpoints.save(helpers.progress_at(1))
     original = MemoryFileSystem._open
 
     def fails(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
@@ -166,7 +164,7 @@ def test_a_store_that_fails_ends_the_save_in_one_line(
 
     monkeypatch.setattr(MemoryFileSystem, "_open", fails)
     with pytest.raises(StorageFailure) as failure:
-        checkpoints.save(jobs.progress_at(2))
+        checkpoints.save(helpers.progress_at(2))
     todo = "see that the store can be reached and written to, and start the run again: it resumes from step-000001"
     assert str(failure.value).startswith(f"{url}/step-000002: the checkpoint was not saved: ")
     assert str(failure.value).endswith(f"503; {todo}")
@@ -175,22 +173,22 @@ def test_a_store_that_fails_ends_the_save_in_one_line(
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
     _, path = saved_alone(tmp_path, 1, 2, dir=url)
     (path / "manifest.json").unlink()  # as a kill leaves it
-    resumed = jobs.checkpoints_of(tmp_path, dir=url)
+    resumed = helpers.checkpoints_of(tmp_path, dir=url)
     assert str(resumed.resolve("auto")).endswith("step-000001")
     resumed.finish()
     assert names(url) == ["step-000001"]
     (UPath(url) / "step-000003").mkdir()
     (UPath(url) / "step-000003" / "mine.txt").write_text("mine")
     with pytest.raises(RunFailure, match="step-000003: holds files that no save left there"):
-        resumed.save(jobs.progress_at(3))
+        resumed.save(helpers.progress_at(3))
     assert (UPath(url) / "step-000003" / "mine.txt").read_text() == "mine"
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path, url: str) -> None:
     _, path = saved_alone(tmp_path, 1, 2, keep=5, dir=url)
-    checkpoints = jobs.checkpoints_of(tmp_path, dir=url, keep=5)
+    checkpoints = helpers.checkpoints_of(tmp_path, dir=url, keep=5)
     checkpoints.restore(path.parent / "step-000001")
-    checkpoints.save(jobs.progress_at(2))
+    checkpoints.save(helpers.progress_at(2))
     assert names(url) == ["step-000001", "step-000002", "superseded-step-000002"]
     assert main(["verify", f"{url}/superseded-step-000002"]) == 0
     assert main(["verify", f"{url}/step-000002"]) == 0
@@ -229,22 +227,22 @@ def save_export_and_resume(bucket: Path, is_async: bool) -> tuple[dict[str, np.n
     os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
-    model = jobs.sharded(jobs.tiny_llama())
-    optimizer = jobs.adamw(model)
-    with jobs.checkpoints_of(bucket / "local", model, optimizer, **section) as checkpoints:
-        checkpoints.save(jobs.progress_at(1))
+    model = helpers.sharded(helpers.tiny_llama())
+    optimizer = helpers.adamw(model)
+    with helpers.checkpoints_of(bucket / "local", model, optimizer, **section) as checkpoints:
+        checkpoints.save(helpers.progress_at(1))
         checkpoints.finish_save()
         assert not (bucket / "model").exists()
-        jobs.train(model, optimizer, range(2))
-        path = checkpoints.save(jobs.progress_at(2), is_over=True)
-    before = jobs.full_state(model, optimizer)
+        helpers.train(model, optimizer, range(2))
+        path = checkpoints.save(helpers.progress_at(2), is_over=True)
+    before = helpers.full_state(model, optimizer)
     dist.barrier()
-    model = jobs.sharded(jobs.tiny_llama(seed=1))
-    optimizer = jobs.adamw(model)
-    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, **section)
+    model = helpers.sharded(helpers.tiny_llama(seed=1))
+    optimizer = helpers.adamw(model)
+    checkpoints = helpers.checkpoints_of(bucket / "local", model, optimizer, **section)
     assert checkpoints.resolve("auto") == path
     checkpoints.restore(path)
-    return before, jobs.full_state(model, optimizer)
+    return before, helpers.full_state(model, optimizer)
 
 
 @pytest.mark.parametrize("is_async", [full(False), True])

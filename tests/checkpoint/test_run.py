@@ -32,9 +32,8 @@ from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import build_model
 from fsdp2kit.rl.evaluation import RewardEvaluation
 from fsdp2kit.weights.record import ModelSource, source_of, weights_of
-from tests.checkpoint import jobs
-from tests.checkpoint.jobs import checkpoints_of, exported_step
-from tests.checkpoint.test_checkpoints import flip
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import checkpoints_of, exported_step, flip
 
 
 @pytest.mark.parametrize(
@@ -43,18 +42,18 @@ from tests.checkpoint.test_checkpoints import flip
 def test_saves_are_exported_when_the_section_says(tmp_path: Path, when: str, steps: list[int | None]) -> None:
     checkpoints = checkpoints_of(tmp_path, export_hf=when)
     for step, expected in zip((2, 3), steps, strict=True):
-        checkpoints.save(jobs.progress_at(step), is_over=step == 3)
+        checkpoints.save(helpers.progress_at(step), is_over=step == 3)
         assert exported_step(tmp_path / "hf") == expected
     manifest = read_manifest(tmp_path / "checkpoints" / "step-000003")
-    assert manifest.progress["wandb_id"] == jobs.progress_at(3).wandb_id
+    assert manifest.progress["wandb_id"] == helpers.progress_at(3).wandb_id
 
 
 def test_an_export_goes_where_the_section_says(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(tmp_path / "run", export_dir=str(tmp_path / "elsewhere"), export_dtype="float32")
-    checkpoints.save(jobs.progress_at(3), is_over=True)
+    checkpoints.save(helpers.progress_at(3), is_over=True)
     assert not (tmp_path / "run" / "hf").exists()
     found = load_file(tmp_path / "elsewhere" / "model.safetensors")["model.norm.weight"]
-    assert (found == jobs.tiny_llama().model.norm.weight).all()
+    assert (found == helpers.tiny_llama().model.norm.weight).all()
 
 
 def test_the_final_export_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +61,7 @@ def test_the_final_export_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **options: RepoUrl(f"https://huggingface.co/{name}"))
     monkeypatch.setattr(HfApi, "upload_folder", lambda _, **options: calls.append(options))
     checkpoints = checkpoints_of(tmp_path, push_to_hub="me/mine")
-    checkpoints.save(jobs.progress_at(3), is_over=True)
+    checkpoints.save(helpers.progress_at(3), is_over=True)
     assert not any("me/mine" in line for line in checkpoints.describe_end(is_over=False))
     assert checkpoints.describe_end(is_over=True)[-1] == "uploaded to https://huggingface.co/me/mine"
     [call] = calls
@@ -73,7 +72,7 @@ def test_the_final_export_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_outage_of_the_hub_is_a_line(tmp_path: Path) -> None:
     # The hub is out of reach of all tests.
     checkpoints = checkpoints_of(tmp_path, push_to_hub="me/mine")
-    checkpoints.save(jobs.progress_at(3), is_over=True)
+    checkpoints.save(helpers.progress_at(3), is_over=True)
     line = checkpoints.describe_end(is_over=True)[-1]
     assert line.startswith("checkpoint.push_to_hub: me/mine: not uploaded (")
     assert line.endswith(f"`hf upload me/mine {tmp_path / 'hf'}` uploads it later")
@@ -83,14 +82,14 @@ def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) 
     checkpoints = checkpoints_of(tmp_path)
     checkpoints.export_resumed(Progress(), is_over=True)  # nothing was resumed from
     for step in (2, 3):
-        checkpoints.save(jobs.progress_at(step), is_over=step == 3)
+        checkpoints.save(helpers.progress_at(step), is_over=step == 3)
     shutil.rmtree(tmp_path / "hf")
     resumed = checkpoints_of(tmp_path)
-    assert resumed.start() == jobs.progress_at(3)
+    assert resumed.start() == helpers.progress_at(3)
     assert resumed.resumed == tmp_path / "checkpoints" / "step-000003"
-    resumed.export_resumed(jobs.progress_at(3), is_over=False)
+    resumed.export_resumed(helpers.progress_at(3), is_over=False)
     assert exported_step(tmp_path / "hf") is None
-    resumed.export_resumed(jobs.progress_at(3), is_over=True)
+    resumed.export_resumed(helpers.progress_at(3), is_over=True)
     assert exported_step(tmp_path / "hf") == 3
 
 
@@ -99,19 +98,19 @@ def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
     for loss, expected in ((1.5, 2), (1.25, 3)):
         folder = tmp_path / str(loss)
         earlier = checkpoints_of(folder)
-        earlier.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
+        earlier.save(replace(helpers.progress_at(2), best_step=2, best_eval_loss=1.5))
         checkpoints = checkpoints_of(folder, export="best", keep=9)
         checkpoints._reached = 2
-        checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
+        checkpoints.save(replace(helpers.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
         assert exported_step(folder / "hf") == expected
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_damaged_best_is_not_exported(tmp_path: Path, is_resumed: bool) -> None:
     checkpoints = checkpoints_of(tmp_path, export="best", keep=9, keep_best=True)
-    checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
+    checkpoints.save(replace(helpers.progress_at(2), best_step=2, best_eval_loss=1.5))
     flip(tmp_path / "checkpoints" / "step-000002")
-    last = replace(jobs.progress_at(3), best_step=2, best_eval_loss=1.5)
+    last = replace(helpers.progress_at(3), best_step=2, best_eval_loss=1.5)
     if is_resumed:
         checkpoints.save(last)
         checkpoints = checkpoints_of(tmp_path, export="best", keep=9, keep_best=True)
@@ -125,7 +124,7 @@ def test_a_damaged_best_is_not_exported(tmp_path: Path, is_resumed: bool) -> Non
 def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
     """A run with rewards names the reward, which rises as ``eval_loss`` falls."""
     checkpoints = checkpoints_of(tmp_path, export="best")
-    checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
+    checkpoints.save(replace(helpers.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
     for maximizes, said in ((None, "eval_loss -5"), (RewardEvaluation.maximizes, "eval_reward 5")):
         lines = checkpoints.describe_end(is_over=True, maximizes=maximizes)
         assert f"model: {tmp_path / 'hf'}, of step-000002, the best ({said})" in lines
@@ -133,7 +132,7 @@ def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
 
 def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A source, a fresh start from its weights, a save, and a resume that says what has changed."""
-    source = jobs.tiny_llama().bfloat16()
+    source = helpers.tiny_llama().bfloat16()
     source.save_pretrained(tmp_path / "source")
     job: Any = SimpleNamespace(environment={"world_size": 1, "versions": {"torch": "1"}}, events=Events())
     data: Any = SimpleNamespace(fingerprint="of the data", total_steps=5, endings=(), contents={})
@@ -143,15 +142,15 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
         config = TrainingConfig(recipe="sft", model=ModelConfig(path=str(tmp_path / "source")), run=run, **settings)
         (tmp_path / "run").mkdir(exist_ok=True)
         weights_of(model).source = source_of(build_model(config.model))
-        return build_checkpoints(config, model, jobs.adamw(model), job=job, data=data, tokenizer=None)
+        return build_checkpoints(config, model, helpers.adamw(model), job=job, data=data, tokenizer=None)
 
-    fresh = jobs.tiny_llama(seed=1)
+    fresh = helpers.tiny_llama(seed=1)
     with built(fresh) as checkpoints:
         assert checkpoints.start() == Progress()
         assert checkpoints.describe() == []
         assert torch.equal(fresh.model.norm.weight, source.model.norm.weight.float())
         assert checkpoints.describe_end(is_over=False) == []
-        path = checkpoints.save(jobs.progress_at(1), is_over=True)
+        path = checkpoints.save(helpers.progress_at(1), is_over=True)
     out = tmp_path / "run" / "hf"
     saved, exported = capsys.readouterr().out.splitlines()
     assert saved.startswith(f"saved {path} (")
@@ -166,9 +165,9 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
     assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
 
     job.environment = {"world_size": 2, "versions": {"torch": "1"}}
-    again = jobs.tiny_llama(seed=1)
+    again = helpers.tiny_llama(seed=1)
     with built(again) as checkpoints:
-        assert checkpoints.start() == jobs.progress_at(1)
+        assert checkpoints.start() == helpers.progress_at(1)
         settings = dump_toml(checkpoints.config)  # earlier versions saved keys that had no effect, too
         for section, idle in (("optimizer", "muon_momentum = 0.95"), ("model", 'loss_kernel = "auto"')):
             settings = settings.replace(f"[{section}]", f"[{section}]\n{idle}")
@@ -198,7 +197,7 @@ def test_other_rows_losses_or_groups_are_another_run(key: str, value: Any, tmp_p
         distill: DistillConfig = DistillConfig()
 
     section, _, name = key.partition(".")
-    source = ModelSource(None, None, jobs.tiny_llama().config)
+    source = ModelSource(None, None, helpers.tiny_llama().config)
 
     def identity(**sections: Any) -> dict[str, str]:
         return run_identity(
@@ -236,16 +235,16 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
         distill: DistillConfig = DistillConfig(teacher="teacher")
 
     for name in ("one", "other"):
-        jobs.tiny_llama(seed=len(name)).save_pretrained(tmp_path / name)
+        helpers.tiny_llama(seed=len(name)).save_pretrained(tmp_path / name)
     one, other = tmp_path / "one", tmp_path / "other"
-    saved = [checkpoints_of(tmp_path / f"run{n}").save(jobs.progress_at(n)) for n in (1, 2)]
+    saved = [checkpoints_of(tmp_path / f"run{n}").save(helpers.progress_at(n)) for n in (1, 2)]
     start = shutil.copytree(saved[0], tmp_path / "start")
     model = {"path": str(one)}
 
     def identity(source: Path | None, teacher: Path, directory: Path = one, **sections: Any) -> dict[str, str]:
         config = Config.model_validate({"recipe": "x", "model": model, **sections})
         adapter: Any = SimpleNamespace(directory=directory, identity=lambda: {"lora.rank": "4"})
-        built = ModelSource(None, source, jobs.tiny_llama().config)
+        built = ModelSource(None, source, helpers.tiny_llama().config)
         return run_identity(config, built, data="d", models={"distill.teacher": teacher}, adapter=adapter)
 
     plain, from_checkpoint = identity(one, one), identity(one, one, model={**model, "weights": str(start)})
@@ -268,7 +267,7 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
 
 def test_an_export_does_not_replace_what_the_run_reads(tmp_path: Path) -> None:
     """Which may be an export of ours, so its files alone do not tell."""
-    checkpoints_of(tmp_path / "run").save(jobs.progress_at(3), is_over=True)
+    checkpoints_of(tmp_path / "run").save(helpers.progress_at(3), is_over=True)
     out = tmp_path / "run" / "hf"
     ExportDirectory(out).check_replaceable()
     with pytest.raises(UserError, match="is read here, and the export would replace it; choose another directory"):
@@ -286,13 +285,13 @@ def test_what_must_not_be_replaced_ends_no_run_before_its_end(tmp_path: Path) ->
     told: list[str] = []
     checkpoints = checkpoints_of(tmp_path / "run", export_hf="every", async_save=False)
     checkpoints._tell = told.append
-    checkpoints.save(jobs.progress_at(3))
+    checkpoints.save(helpers.progress_at(3))
     (tmp_path / "run" / "hf" / "notes.txt").write_text("mine")
-    checkpoints.save(jobs.progress_at(4))
+    checkpoints.save(helpers.progress_at(4))
     assert "training goes on" in told[-1]
     assert "holds notes.txt, which no export of fsdp2kit wrote there" in told[-1]
     with pytest.raises(UserError, match=r"holds notes\.txt"):
-        checkpoints.save(jobs.progress_at(5), is_over=True)
+        checkpoints.save(helpers.progress_at(5), is_over=True)
     assert (tmp_path / "run" / "hf" / "notes.txt").read_text() == "mine"
     assert [path.name for path in checkpoints.store.root.glob("step-*")]
 

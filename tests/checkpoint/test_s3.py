@@ -22,12 +22,11 @@ from upath import UPath
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.files.remote import on_disk, to_path
-from tests.checkpoint import jobs
-from tests.checkpoint.test_checkpoints import assert_same, saved_alone
-from tests.checkpoint.test_convert import tool
-from tests.hosts import start_hosts
-from tests.reference import slow
-from tests.workers import WorkerPool, ending
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import assert_same, saved_alone, tool
+from tests.support.hosts import start_hosts
+from tests.support.models import slow
+from tests.support.workers import WorkerPool, ending
 
 _MISSING = [name for name in ("moto", "flask", "flask_cors", "s3fs") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -76,12 +75,12 @@ def test_saved_kept_checked_and_converted(tmp_path: Path, url: str, is_async: bo
     _, path = saved_alone(tmp_path, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async, dir=f"{url}/run")
     assert names(f"{url}/run") == ["step-000002", "step-000004"]
     assert main(["verify", f"{url}/run/step-000004"]) == 0
-    model = jobs.tiny_llama(seed=1)
-    optimizer = jobs.adamw(model)
-    resumed = jobs.checkpoints_of(tmp_path, model, optimizer, dir=f"{url}/run")
-    assert resumed.restore(path) == jobs.progress_at(4)
-    reference = jobs.tiny_llama()
-    assert_same(jobs.full_state(model, optimizer), jobs.full_state(reference, jobs.adamw(reference)))
+    model = helpers.tiny_llama(seed=1)
+    optimizer = helpers.adamw(model)
+    resumed = helpers.checkpoints_of(tmp_path, model, optimizer, dir=f"{url}/run")
+    assert resumed.restore(path) == helpers.progress_at(4)
+    reference = helpers.tiny_llama()
+    assert_same(helpers.full_state(model, optimizer), helpers.full_state(reference, helpers.adamw(reference)))
     dcp_to_hf(path, tmp_path / "out", dtype="float32")
     assert tool("dcp_to_hf").main([str(path), f"{url}/hf", "--dtype", "float32", "--verify"]) == 0
     assert (to_path(f"{url}/hf") / "model.safetensors").read_bytes() == (
@@ -96,15 +95,15 @@ def test_saved_kept_checked_and_converted(tmp_path: Path, url: str, is_async: bo
 def save_and_export(folder: Path, url: str, environment: dict[str, str], is_async: bool) -> Any:
     os.environ.update(environment)
     section = {"dir": f"{url}/run", "export_dir": f"{url}/model", "async_save": is_async}
-    model = jobs.sharded(jobs.tiny_llama())
-    optimizer = jobs.adamw(model)
-    with jobs.checkpoints_of(folder / "local", model, optimizer, **section) as checkpoints:
-        checkpoints.save(jobs.progress_at(1))
-        jobs.train(model, optimizer, range(2))
-        path = checkpoints.save(jobs.progress_at(2), is_over=True)
+    model = helpers.sharded(helpers.tiny_llama())
+    optimizer = helpers.adamw(model)
+    with helpers.checkpoints_of(folder / "local", model, optimizer, **section) as checkpoints:
+        checkpoints.save(helpers.progress_at(1))
+        helpers.train(model, optimizer, range(2))
+        path = checkpoints.save(helpers.progress_at(2), is_over=True)
     for most in (4_000, 12_000):  # several files from every rank; the second export replaces the first
         dcp_to_hf(path, f"{url}/several", dtype="float32", max_shard_bytes=most)
-    return jobs.full_state(model, optimizer)
+    return helpers.full_state(model, optimizer)
 
 
 @pytest.mark.parametrize("is_async", [False, slow(True)])
@@ -113,14 +112,14 @@ def test_ranks_save_and_export_and_another_mesh_resumes(
 ) -> None:
     saved, *_ = pool.run(4, save_and_export, tmp_path, url, account, is_async)
     fsspec.filesystem("s3").invalidate_cache()
-    model = jobs.tiny_llama(seed=1)
-    optimizer = jobs.adamw(model)
-    resumed = jobs.checkpoints_of(tmp_path, model, optimizer, dir=f"{url}/run")
-    assert resumed.restore(resumed.resolve("auto") or Path()) == jobs.progress_at(2)
-    assert_same(jobs.full_state(model, optimizer), saved)
+    model = helpers.tiny_llama(seed=1)
+    optimizer = helpers.adamw(model)
+    resumed = helpers.checkpoints_of(tmp_path, model, optimizer, dir=f"{url}/run")
+    assert resumed.restore(resumed.resolve("auto") or Path()) == helpers.progress_at(2)
+    assert_same(helpers.full_state(model, optimizer), saved)
     assert not (tmp_path / "local" / "hf").exists()
     with on_disk(to_path(f"{url}/model")) as folder:
-        assert jobs.exported_step(folder) == 2
+        assert helpers.exported_step(folder) == 2
         AutoModelForCausalLM.from_pretrained(folder)
     with on_disk(to_path(f"{url}/several")) as folder:
         files = sorted(folder.glob("*.safetensors"))
@@ -193,4 +192,4 @@ def test_two_hosts_without_a_shared_disk_are_killed_in_a_save_change_places_and_
     expected = steps_of(whole)
     assert steps_of(b) == {step: expected[step] for step in range(3, 7)}
     assert steps_of(a).items() >= {step: expected[step] for step in (1, 2)}.items()
-    jobs.assert_equal(exported(url), load_file(tmp_path / "hf" / "model.safetensors"))
+    helpers.assert_equal(exported(url), load_file(tmp_path / "hf" / "model.safetensors"))

@@ -30,9 +30,9 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
-from tests.checkpoint import jobs
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.checkpoint import helpers
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 from tools.benchmarks.sides import bench_config
 
 TINY = {
@@ -50,9 +50,9 @@ Items = list[tuple[str, tuple[int, ...], int]]
 
 def state(*, replicate: int) -> dict[str, dict[str, Tensor]]:
     """A trained model and its optimizer, and a table that is not sharded."""
-    model = jobs.sharded(jobs.tiny_llama(), replicate=replicate)
-    optimizer = jobs.adamw(model)
-    jobs.train(model, optimizer, range(1))
+    model = helpers.sharded(helpers.tiny_llama(), replicate=replicate)
+    optimizer = helpers.adamw(model)
+    helpers.train(model, optimizer, range(1))
     whole = {"table": torch.arange(40.0).view(8, 5)}
     return {"model": model_tensors(model) | whole, "optimizer": optimizer_tensors(model, optimizer)}
 

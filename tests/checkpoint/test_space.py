@@ -17,8 +17,8 @@ from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import TrainConfig, TrainingConfig
 from fsdp2kit.errors import StorageFailure, UserError
 from fsdp2kit.optim.build import build_optimizer
-from tests.checkpoint import jobs
-from tests.reference import full
+from tests.checkpoint import helpers
+from tests.support.models import full
 
 STEPS = 100
 
@@ -42,7 +42,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         store = CheckpointStore(tmp_path / "checkpoints")
         store.root.mkdir(exist_ok=True)
-        model = jobs.tiny_llama(hidden=256)
+        model = helpers.tiny_llama(hidden=256)
         return check_room(config_of(**settings), model, store, out, export_dtype=torch.bfloat16, make_room=make_room)
 
     return check
@@ -50,9 +50,9 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 
 @pytest.mark.parametrize("name", ["adamw", full("muon")])
 def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..., list[str]], name: str) -> None:
-    model = jobs.tiny_llama(hidden=256)
+    model = helpers.tiny_llama(hidden=256)
     optimizer = build_optimizer(config_of(name=name).optimizer, model)
-    one = tensor_bytes(jobs.checkpoints_of(tmp_path / "real", model, optimizer).save(jobs.progress_at(1)))
+    one = tensor_bytes(helpers.checkpoints_of(tmp_path / "real", model, optimizer).save(helpers.progress_at(1)))
     with pytest.raises(UserError, match=r"run\.dir: a checkpoint takes .* and .*checkpoints has .* free; free space"):
         room(int(one * 0.8), name=name)
     assert len(room(one, name=name)) == 1
@@ -61,8 +61,8 @@ def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..
 
 def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> None:
     """Two that are kept and the one being written; with what is there already, fewer are to come."""
-    model = jobs.tiny_llama(hidden=256)
-    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    model = helpers.tiny_llama(hidden=256)
+    path = helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     one = tensor_bytes(path)
     shutil.rmtree(tmp_path / "checkpoints")
     options = {"every": 10, "export_hf": "never"}
@@ -74,7 +74,7 @@ def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> 
     (tmp_path / "hf").mkdir()  # an earlier export stays until the new one is whole beside it
     [warning] = room(3 * one, every=10)
     assert " and an export of " in warning
-    jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
+    helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(1))
     assert room(2 * one, **options) == []
 
 
@@ -112,7 +112,7 @@ def test_a_start_frees_what_a_killed_save_left(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".tmp-step-000003"
     left.mkdir(parents=True)
     (left / "__0_0.distcp").write_bytes(bytes(1000))
-    checkpoints = jobs.checkpoints_of(tmp_path)
+    checkpoints = helpers.checkpoints_of(tmp_path)
     assert checkpoints.resolve("auto") is None
     checkpoints.finish_sweep()
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -120,8 +120,8 @@ def test_a_start_frees_what_a_killed_save_left(tmp_path: Path) -> None:
 
 def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    model = jobs.tiny_llama()
-    checkpoints = jobs.checkpoints_of(tmp_path, model, dir=str(tmp_path / "elsewhere"))
+    model = helpers.tiny_llama()
+    checkpoints = helpers.checkpoints_of(tmp_path, model, dir=str(tmp_path / "elsewhere"))
     checkpoints.config = config_of(dir=str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match=r"checkpoint\.dir: .*has 1\.0 kB free; .* choose another checkpoint\.dir$"):
         checkpoints.start()
@@ -131,13 +131,13 @@ def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_over_its_epochs_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again only to export, and only its data know that it is over."""
-    model = jobs.tiny_llama()
-    jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(3))
+    model = helpers.tiny_llama()
+    helpers.checkpoints_of(tmp_path, model).save(helpers.progress_at(3))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    checkpoints = jobs.checkpoints_of(tmp_path, model)
+    checkpoints = helpers.checkpoints_of(tmp_path, model)
     checkpoints.config = config_of().model_copy(update={"train": TrainConfig(epochs=2)})
     checkpoints.total_steps = 4
     with pytest.raises(UserError, match="a checkpoint takes"):
         checkpoints.start()
     checkpoints.total_steps = 3
-    assert checkpoints.start() == jobs.progress_at(3)
+    assert checkpoints.start() == helpers.progress_at(3)

@@ -18,8 +18,8 @@ from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.model.assets import config_digest
-from tests.runs import runner
-from tests.workers import WorkerPool
+from tests.support.runs import runner
+from tests.support.workers import WorkerPool
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run-of-format-1.tar.gz"
 

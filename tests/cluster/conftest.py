@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, two_hosts
+from tests.cluster.helpers import Hosts, two_hosts
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_chaos import TOML, outcome
-from tests.cluster.hosts import Hosts
+from tests.cluster.helpers import Hosts
 from tests.cluster.test_two_hosts import Outcome, run_on_one_host
-from tests.job.test_signals import steps_done
-from tests.workers import WorkerPool
+from tests.job.helpers import steps_done
+from tests.support.short_run import TOML, outcome
+from tests.support.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "train.steps=60", "checkpoint.every=5", "run.timeout_minutes=0.5")
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.chaos import complete_steps
-from tests.checkpoint.test_chaos import TOML, outcome
-from tests.cluster.hosts import Hold, Hosts, Job
-from tests.reference import full, slow
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.cluster.helpers import Hold, Hosts, Job
+from tests.support.chaos import complete_steps
+from tests.support.models import full, slow
+from tests.support.runs import run_recipe
+from tests.support.short_run import TOML, outcome
+from tests.support.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5")
 SHORT = "run.timeout_minutes=0.2"

@@ -10,10 +10,10 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.planner.estimate import estimate, plan_for
 from fsdp2kit.run import load
 from fsdp2kit.run import main as run_main
-from tests.data import templates
-from tests.data.templates import make_tokenizer
-from tests.test_bad_input import attempt
-from tests.workers import WorkerPool
+from tests.data.helpers import templates
+from tests.data.helpers.templates import make_tokenizer
+from tests.recipes.helpers import attempt
+from tests.support.workers import WorkerPool
 
 RECIPE = '''
 from fsdp2kit.config.facts import Needs

@@ -13,9 +13,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdp2kit.data import bounds
 from fsdp2kit.data.template import Template
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import FAMILIES, MULTI, TOOL, talk_for, tokenizer_of
-from tests.data.templates import encode_chat, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import FAMILIES, MULTI, TOOL, talk_for, tokenizer_of
+from tests.data.helpers.templates import encode_chat, make_tokenizer
 
 LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% for c in range(100000) %}"
 ENDS = "{% endfor %}{% endfor %}{% endfor %}"

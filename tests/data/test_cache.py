@@ -22,7 +22,7 @@ from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import main as run_main
-from tests.reference import full, slow
+from tests.support.models import full, slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "toml" / "demo_cp2.toml")

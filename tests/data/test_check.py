@@ -20,10 +20,10 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.planner.check import check_offline
 from recipes import distill, grpo
-from tests.data import templates
-from tests.data.families import MULTI, SINGLE, tokenizer_of
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import MULTI, SINGLE, tokenizer_of
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 
 
 class Config(TrainingConfig):

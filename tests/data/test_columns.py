@@ -14,9 +14,9 @@ from fsdp2kit.data.names import REFUSED
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import MULTI, SINGLE, TOOL, talk_for, tokenizer_of
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import MULTI, SINGLE, TOOL, talk_for, tokenizer_of
+from tests.data.helpers.templates import make_tokenizer
 
 TALK = talk_for("qwen25")
 NO = {"role": "assistant", "content": "No."}

@@ -14,9 +14,9 @@ from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.template import Template, day_of, settle_day
 from fsdp2kit.job.events import began
-from tests.data import templates
-from tests.data.families import SINGLE
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import SINGLE
+from tests.data.helpers.templates import make_tokenizer
 
 DATED = 'Today: {{ strftime_now("%d %b %Y") }}\n' + templates.CHATML
 

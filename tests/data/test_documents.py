@@ -14,10 +14,10 @@ from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig
 from fsdp2kit.data import tables
 from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
-from tests.workers import WorkerPool
+from tests.data.helpers import templates
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
+from tests.support.workers import WorkerPool
 
 CHAT = [
     {"messages": [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "Yes."}]},

@@ -21,9 +21,9 @@ from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer, set_stop_tokens, stop_tokens, turn_ends
 from fsdp2kit.train.evaluation import prompt_ids
-from tests.data import templates
-from tests.data.families import CALL, FAMILIES, GLM4, MULTI, SINGLE, TOOL, glm4, tokenizer_of
-from tests.data.templates import encode_chat, learnt_text, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import CALL, FAMILIES, GLM4, MULTI, SINGLE, TOOL, glm4, tokenizer_of
+from tests.data.helpers.templates import encode_chat, learnt_text, make_tokenizer
 
 CALLS = [
     {"role": "user", "content": "Weather?"},

@@ -6,8 +6,8 @@ import pytest
 
 from fsdp2kit.data.messages import TrainOn
 from fsdp2kit.errors import UserError
-from tests.data.families import ANSWER, FAMILIES, MULTI, SECOND, SINGLE, tokenizer_of
-from tests.data.templates import encode_chat, learnt_text, make_tokenizer
+from tests.data.helpers.families import ANSWER, FAMILIES, MULTI, SECOND, SINGLE, tokenizer_of
+from tests.data.helpers.templates import encode_chat, learnt_text, make_tokenizer
 
 # DeepSeek-R1 and its kin open the reasoning in the prompt, and cut it out of every answer that they render.
 DEEPSEEK_R1 = (

@@ -14,9 +14,9 @@ from fsdp2kit.data.messages import TrainOn, check_messages
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import TOOL, talk_for, tokenizer_of
-from tests.data.templates import encode_chat, learnt_text, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import TOOL, talk_for, tokenizer_of
+from tests.data.helpers.templates import encode_chat, learnt_text, make_tokenizer
 
 made = cache(make_tokenizer)
 OURS = (Path(__file__).parents[2] / "fsdp2kit/templates/chatml.jinja").read_text(encoding="utf-8")

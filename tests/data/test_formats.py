@@ -18,9 +18,9 @@ from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOL, talk_for, tokenizer_of
-from tests.data.templates import learnt_text, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import ANSWER, MULTI, SECOND, SINGLE, TOOL, talk_for, tokenizer_of
+from tests.data.helpers.templates import learnt_text, make_tokenizer
 
 TALK = talk_for("qwen25")
 CHAT, COMPLETION = DataConfig(format="chat"), DataConfig(format="prompt_completion")

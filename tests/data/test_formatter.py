@@ -16,9 +16,9 @@ from fsdp2kit.data.build import build_data
 from fsdp2kit.data.checks import check_first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
-from tests.data import templates
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 
 
 class Config(TrainingConfig):

@@ -14,8 +14,8 @@ from fsdp2kit.config.schema import ChatDataConfig, EvalConfig, TrainConfig, Trai
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.errors import UserError
 from fsdp2kit.train.evaluation import build_evaluation
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 
 TOKENIZER = make_tokenizer(None, eos="<|end|>")
 

@@ -10,9 +10,9 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import Encoded, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import tokenizer_of
-from tests.data.templates import encode_chat, learnt_text, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import tokenizer_of
+from tests.data.helpers.templates import encode_chat, learnt_text, make_tokenizer
 
 
 def turns(*contents: str) -> list[dict]:

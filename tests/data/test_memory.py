@@ -15,9 +15,9 @@ from fsdp2kit.data.rows import Row, RowReader, blocks_of
 from fsdp2kit.data.sources import locate
 from fsdp2kit.data.tokens import encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 
 
 def test_a_block_is_closed_by_its_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

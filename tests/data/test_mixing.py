@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp2kit.data.loader import Loader, Share, build_loader
 from fsdp2kit.data.packing import plan_mix, shares, source_epochs
-from tests.data.test_properties import as_documents
+from tests.data.helpers.documents import as_documents
 
 SEQ_LEN, GLOBAL = 16, 4
 MESHES = [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]

@@ -10,8 +10,8 @@ import pytest
 
 from fsdp2kit.data.build import Prefetch
 from fsdp2kit.data.stream import StreamLoader
-from tests.data.files import write_rows
-from tests.data.test_stream import rows_of, stream
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.streams import rows_of, stream
 
 
 class Slow:

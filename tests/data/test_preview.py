@@ -17,10 +17,10 @@ from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.loader import Loader
 from fsdp2kit.data.preview import Piece, Preview, build_preview, pieces_of
-from tests.data import templates
-from tests.data.families import ANSWER, MULTI, SINGLE
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import ANSWER, MULTI, SINGLE
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 from tools.preview import main, print_preview
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo_cp2.toml"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from fsdp2kit.data.documents import Counts, Documents
+from fsdp2kit.data.documents import Documents
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
+from tests.data.helpers.documents import as_documents
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
 Method = Literal["ulysses", "ring"]
@@ -31,15 +31,6 @@ MESHES: list[Mesh] = [
 DOCUMENT = st.lists(st.tuples(st.integers(2, 90), st.booleans()), min_size=2, max_size=SEQ_LEN)
 CORPUS = st.lists(DOCUMENT, min_size=1, max_size=40)
 Rows = list[tuple[list[int], list[int], list[int]]]  # ids, labels and positions of each row of a global batch
-
-
-def as_documents(corpus: list[list[tuple[int, bool]]]) -> Documents:
-    def read(index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, supervised = zip(*corpus[index], strict=True)
-        return np.array(ids), np.array(supervised)
-
-    lengths = np.array([len(document) for document in corpus])
-    return Documents(lengths, "x", Counts(len(corpus), len(corpus), int(lengths.sum()), 0), 90, read)
 
 
 def loader(documents: Documents, *, dp: int, rank: int, micro: int, **options) -> Loader:

@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.rows import RowReader, hub_content
 from fsdp2kit.data.sources import Location, locate
 from fsdp2kit.errors import UserError
-from tests.data.files import write_rows
+from tests.data.helpers.files import write_rows
 
 ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
 

@@ -10,8 +10,8 @@ import pytest
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.data.messages import TrainOn
 from fsdp2kit.errors import UserError
-from tests.data.families import tokenizer_of
-from tests.data.templates import encode_chat, make_tokenizer, spoken
+from tests.data.helpers.families import tokenizer_of
+from tests.data.helpers.templates import encode_chat, make_tokenizer, spoken
 
 made = cache(make_tokenizer)
 START = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"

@@ -13,7 +13,7 @@ from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_documents, encode_prompts, plain_prompt_ids, special_affixes
 from fsdp2kit.train.evaluation import prompt_ids
-from tests.data.templates import CHATML, make_tokenizer
+from tests.data.helpers.templates import CHATML, make_tokenizer
 
 BOS, EOS, MASK = "<|begin|>", "<|end|>", "[INST]"
 

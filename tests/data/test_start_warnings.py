@@ -16,10 +16,10 @@ from fsdp2kit.data.checks import count_steps
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
-from tests.data import templates
-from tests.data.families import MULTI, SINGLE
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import MULTI, SINGLE
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import make_tokenizer
 from tools.preview import main
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -5,42 +5,20 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
-from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.stream import StreamLoader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
-from tests.data.files import write_rows
-from tests.data.templates import make_tokenizer
-from tests.reference import full
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.streams import GLOBAL, SEQ_LEN, TOKENIZER, rows_of, stream
+from tests.support.models import full
 
-SEQ_LEN, GLOBAL = 16, 4
 MESHES = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2) if 4 % (dp * micro) == 0]
-TOKENIZER = make_tokenizer(None, eos="<|end|>")
-
-
-def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int = 1, steps: int = 1, **options) -> Data:
-    section: dict = {"format": "tokens", "seq_len": SEQ_LEN, "streaming": True, "overlong": "split", **options}
-    if isinstance(paths, list):
-        weights = section.pop("weights", [1.0] * len(paths))
-        names = [{"path": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
-        section["sources"] = names
-    else:
-        section["path"] = str(paths)
-    config = TrainingConfig.model_construct(
-        recipe="x",
-        data=ChatDataConfig.model_validate(section),
-        train=TrainConfig(steps=steps, global_batch_size=GLOBAL, micro_batch_size=micro),
-    )
-    mesh = SimpleNamespace(dp_rank=rank, sizes=SimpleNamespace(dp=dp))
-    return build_data(config, tokenizer=TOKENIZER, mesh=mesh, vocab_size=10**6)
 
 
 def documents_in(batches) -> list[list[int]]:
@@ -55,11 +33,6 @@ def documents_in(batches) -> list[list[int]]:
                 if any(label != IGNORE for label in labels[start:stop]):
                     found.append(ids[start:stop])
     return found
-
-
-def rows_of(lengths: list[int]) -> list[dict]:
-    """Row i holds 100 i + 1, 100 i + 2, …, so every token says where it belongs."""
-    return [{"input_ids": [100 * (row + 1) + at for at in range(length)]} for row, length in enumerate(lengths)]
 
 
 def global_batch(paths, index: int, states: list, mesh: tuple[int, int], **options) -> list:

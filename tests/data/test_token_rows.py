@@ -12,10 +12,10 @@ from fsdp2kit.data.documents import Documents, build_documents
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_documents, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import MULTI
-from tests.data.files import write_rows
-from tests.data.templates import encode_chat, make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.families import MULTI
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import encode_chat, make_tokenizer
 
 TOKENS = DataConfig(format="tokens")
 IDS = [5, 6, 7, 8, 9, 10]

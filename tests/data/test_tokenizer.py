@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
-from tests.data import templates
-from tests.data.templates import make_tokenizer
+from tests.data.helpers import templates
+from tests.data.helpers.templates import make_tokenizer
 
 
 @pytest.fixture

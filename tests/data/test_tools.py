@@ -16,10 +16,10 @@ from fsdp2kit.data.rows import Row, RowReader
 from fsdp2kit.data.sources import locate
 from fsdp2kit.data.tokens import encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import templates
-from tests.data.families import AGAIN, ANSWER, CALL, FAMILIES, TALK, TOOL, talk_for, tokenizer_of
-from tests.data.files import write_rows
-from tests.data.templates import encode_chat, make_tokenizer, spoken
+from tests.data.helpers import templates
+from tests.data.helpers.families import AGAIN, ANSWER, CALL, FAMILIES, TALK, TOOL, talk_for, tokenizer_of
+from tests.data.helpers.files import write_rows
+from tests.data.helpers.templates import encode_chat, make_tokenizer, spoken
 
 WITH_CALLS = [name for name, family in FAMILIES.items() if family.talk]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp2kit.parallel.context_parallel.attention import blockwise_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
-from tests.parallel.test_segments import positions_of, transformers_mask
+from tests.parallel.helpers.segments import positions_of, transformers_mask
 
 pytestmark = pytest.mark.gpu
 

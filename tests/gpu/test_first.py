@@ -18,7 +18,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed
 from fsdp2kit.run import load
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.reference import demo_model_dir
+from tests.support.models import demo_model_dir
 from tools.benchmarks.harness import missing_packages
 
 pytestmark = pytest.mark.gpu

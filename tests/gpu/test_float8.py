@@ -12,9 +12,9 @@ import torch
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.job.distributed import World
 from fsdp2kit.parity.engine import Sharded
-from tests.parallel import float8_jobs as jobs
-from tests.parallel.jobs import Case
-from tests.reference import make_batches
+from tests.parallel.helpers import float8 as jobs
+from tests.support.cases import Case
+from tests.support.models import make_batches
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("torchao.float8")

@@ -15,8 +15,8 @@ from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.job.distributed import World
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_forward, plain_loop
-from tests.parallel.jobs import Case, run_case
-from tests.reference import beyond, make_batches, tiny_model_dir
+from tests.support.cases import Case, run_case
+from tests.support.models import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("liger_kernel")

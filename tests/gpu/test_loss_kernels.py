@@ -12,8 +12,8 @@ from torch import Tensor
 from fsdp2kit.job.distributed import World
 from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
 from fsdp2kit.parity.reference import errors, plain_loop
-from tests.parallel.jobs import Case, run_case
-from tests.reference import make_batches, tiny_model_dir
+from tests.support.cases import Case, run_case
+from tests.support.models import make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from fsdp2kit.model.layer_functions import functions_of, use_no_kernels
 from fsdp2kit.parallel.context_parallel import recurrent
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.recurrent import SCANS, Exchange, apply_recurrent, find_recurrent
-from tests.reference import tiny_model
+from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from fsdp2kit.parity.variants import METHODS
 from tests.gpu.test_first import MIXTURE, ROOT, TOMLS
-from tests.job.test_signals import steps_done
+from tests.job.helpers import steps_done
 
 pytestmark = pytest.mark.gpu
 

@@ -26,10 +26,10 @@ from fsdp2kit.parity.reference import errors, plain_loop
 from fsdp2kit.rl.sleep import sleep, wake_up
 from fsdp2kit.train.step import GlobalBatch, next_batch
 from fsdp2kit.train.throughput import PhaseMemory
-from tests.host_syncs import count_host_syncs
-from tests.parallel.alone import documents_alone
-from tests.parallel.jobs import Case, Recorder, build, run_case, step
-from tests.reference import assert_as_exact_as_plain_bfloat16, beyond, make_batches, tiny_model_dir
+from tests.parallel.helpers.alone import documents_alone
+from tests.support.cases import Case, Recorder, build, run_case, step
+from tests.support.host_syncs import count_host_syncs
+from tests.support.models import assert_as_exact_as_plain_bfloat16, beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 
@@ -269,8 +269,8 @@ import hashlib, json, sys
 from pathlib import Path
 from fsdp2kit.job import distributed
 distributed.start(deterministic=True)  # before CUDA starts: cuBLAS reads its settings then
-from tests.parallel.jobs import Case, run_case
-from tests.reference import make_batches
+from tests.support.cases import Case, run_case
+from tests.support.models import make_batches
 case = Case("smollm2", micro=2, fsdp=(("param_dtype", "bfloat16"),), checkpointing=True)
 curves = run_case(Path(sys.argv[1]), case, make_batches())
 digest = hashlib.sha256(b"".join(curves.gradients[name].tobytes() for name in sorted(curves.gradients)))

@@ -21,7 +21,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed, hosts
 from fsdp2kit.job.distributed import agreement
 from fsdp2kit.job.hosts import check_hosts
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 
 class JudgeConfig(Section):

@@ -22,10 +22,10 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import distributed, lost_ranks, status, tracebacks
 from fsdp2kit.job.lost_ranks import RankReport, Watch, name_ranks
 from fsdp2kit.job.status import Position
-from tests.checkpoint.test_chaos import TOML
-from tests.job.test_signals import steps_done
-from tests.reference import full, slow
-from tests.workers import ending, start_ranks
+from tests.job.helpers import steps_done
+from tests.support.models import full, slow
+from tests.support.short_run import TOML
+from tests.support.workers import ending, start_ranks
 
 HOST = platform.node()
 

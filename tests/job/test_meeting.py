@@ -22,11 +22,11 @@ import fsdp2kit
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import meeting
-from tests.checkpoint.test_chaos import TOML
-from tests.job.test_signals import ROOT, alive, children, steps_done
-from tests.reference import full
-from tests.runs import run_recipe
-from tests.workers import FORKS, WorkerPool, _be_command
+from tests.job.helpers import alive, children, steps_done
+from tests.support.models import full
+from tests.support.runs import run_recipe
+from tests.support.short_run import TOML
+from tests.support.workers import FORKS, ROOT, WorkerPool, _be_command
 
 MINUTE = timedelta(minutes=1)
 

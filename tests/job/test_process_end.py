@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 
 from fsdp2kit.data.tables import start_workers
-from tests.reference import full
-from tests.workers import FORKS, start_command
+from tests.support.models import full
+from tests.support.workers import FORKS, start_command
 
 ROOT = Path(__file__).resolve().parents[2]
 

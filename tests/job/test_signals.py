@@ -13,28 +13,12 @@ from pathlib import Path
 import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
-from tests.checkpoint.test_chaos import TOML
-from tests.workers import ending, start_ranks
+from tests.job.helpers import alive, children, steps_done
+from tests.support.short_run import TOML
+from tests.support.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
-def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in found.read_text().split()] if found.exists() else []
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 def test_a_signal_to_the_ranks_leaves_a_complete_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.job.run_directory import lock_run_dir
 from fsdp2kit.job.start import start_job
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 
 def open_and_record(folder: Path, deterministic: bool) -> tuple[bool, bool]:

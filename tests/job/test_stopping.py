@@ -24,9 +24,10 @@ from fsdp2kit.job import launcher, stop
 from fsdp2kit.job.stop import Stopped, UnsavedStart
 from fsdp2kit.report.read import read_run
 from fsdp2kit.rl.engines.server import RolloutServer
-from tests.checkpoint.test_chaos import DEMO, TOML
-from tests.reference import full
-from tests.workers import ending, start_ranks
+from tests.support.models import full
+from tests.support.runs import DEMO
+from tests.support.short_run import TOML
+from tests.support.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 60  # seconds: it takes 2, on a machine that does nothing else; each phase below lasts longer

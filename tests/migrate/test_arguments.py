@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from fsdp2kit.model.build import freeze
-from tests.migrate.jobs import (
+from tests.migrate.helpers import (
     LAYERS,
     difference,
     fsdp1,
@@ -29,8 +29,8 @@ from tests.migrate.jobs import (
     reference_gradients,
     schedule,
 )
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 UNITS = LAYERS + 1
 TIGHT = 1e-5

@@ -17,17 +17,11 @@ from transformers import TrainingArguments
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.translate import translate
 from fsdp2kit.run import main as run_main
+from tests.migrate.helpers import translated
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "org/x", "type": "chat_template"}], "learning_rate": 2e-5}
 TUNE = {"dataset": {"_component_": "torchtune.datasets.x", "source": "org/chats"}}
-
-
-def translated(values: dict[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Draft]:
-    path = folder / "fsdp.json"
-    path.write_text(json.dumps(values))
-    found = translate(path, toml=str(folder / "x.toml"), **options)
-    return tomli.loads(found.toml), found
 
 
 def passes_the_check(found: Draft, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:

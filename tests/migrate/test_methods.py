@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.parallel.fsdp import reshard_all
-from tests.migrate.jobs import (
+from tests.migrate.helpers import (
     LAYERS,
     TOKENS,
     Schedule,
@@ -28,7 +28,7 @@ from tests.migrate.jobs import (
     reference_gradients,
     whole,
 )
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 TIGHT = 1e-5
 

@@ -21,12 +21,12 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
-from tests.checkpoint import jobs
-from tests.checkpoint.test_convert import tool
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import tool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
-IDS = torch.arange(24)[None] * 7 % jobs.VOCAB
+IDS = torch.arange(24)[None] * 7 % helpers.VOCAB
 
 
 def logits_of(model: torch.nn.Module) -> Tensor:
@@ -44,7 +44,7 @@ def save_as_fsdp1(folder: Path, *, use_orig_params: bool, tied: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so in many ways
         model = FSDP(
-            jobs.tiny_llama(seed=5, tied=tied),
+            helpers.tiny_llama(seed=5, tied=tied),
             auto_wrap_policy=policy,
             device_id=torch.device("cpu"),
             use_orig_params=use_orig_params,
@@ -61,10 +61,10 @@ def save_as_fsdp1(folder: Path, *, use_orig_params: bool, tied: bool) -> None:
         (folder / "full").mkdir()
         torch.save(full, folder / "full" / "bare.pt")
         torch.save({"model": full, "optimizer": moments, "epoch": 1}, folder / "full" / "nested.pt")
-        plain = jobs.tiny_llama(seed=5, tied=tied)
+        plain = helpers.tiny_llama(seed=5, tied=tied)
         plain.load_state_dict(full)
         plain.save_pretrained(folder / "hf")
-        jobs.write_assets(folder / "hf")
+        helpers.write_assets(folder / "hf")
         plain.config.save_pretrained(folder / "hf")
         plain.config.save_pretrained(folder / "full")
 
@@ -73,7 +73,7 @@ def save_as_fsdp1(folder: Path, *, use_orig_params: bool, tied: bool) -> None:
 def test_fsdp1_checkpoints_are_taken_over(pool: WorkerPool, tmp_path: Path, use_orig_params: bool, tied: bool) -> None:
     pool.run(2, save_as_fsdp1, tmp_path, use_orig_params=use_orig_params, tied=tied)
     expected = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
-    assert not torch.equal(expected, logits_of(jobs.tiny_llama(seed=5, tied=tied)))
+    assert not torch.equal(expected, logits_of(helpers.tiny_llama(seed=5, tied=tied)))
     for source in ("full/bare.pt", "full/nested.pt", "sharded/dcp", "sharded/bare"):
         out = tmp_path / "out" / source
         arguments = [str(tmp_path / source), str(out)]
@@ -82,7 +82,7 @@ def test_fsdp1_checkpoints_are_taken_over(pool: WorkerPool, tmp_path: Path, use_
             arguments += ["--config", str(tmp_path / "hf")]
         assert tool("hf_to_dcp").main(arguments) == 0
         assert "whole: step 0" in verify(out)
-        started = jobs.tiny_llama(seed=1, tied=tied)
+        started = helpers.tiny_llama(seed=1, tied=tied)
         load_weights(out, started)
         assert torch.equal(logits_of(started), expected), source
         dcp_to_hf(out, tmp_path / "back" / source)
@@ -92,7 +92,7 @@ def test_fsdp1_checkpoints_are_taken_over(pool: WorkerPool, tmp_path: Path, use_
 
 @pytest.fixture
 def hf_dir(tmp_path: Path) -> Path:
-    jobs.tiny_llama().save_pretrained(tmp_path / "hf")
+    helpers.tiny_llama().save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -107,7 +107,7 @@ def hf_dir(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("is_file", [True, False])
 def test_names_are_found_under_wrappers_and_prefixes(tmp_path: Path, hf_dir: Path, rename: Any, is_file: bool) -> None:
-    model, source = jobs.tiny_llama(seed=3).bfloat16(), tmp_path / "source"
+    model, source = helpers.tiny_llama(seed=3).bfloat16(), tmp_path / "source"
     state = {rename(name): tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     state |= {rename("model.layers.0.self_attn.rotary_emb.inv_freq"): torch.ones(4)}
     state |= {f"optim.state.{name}.exp_avg": tensor for name, tensor in model.named_parameters()}
@@ -143,7 +143,7 @@ def test_what_is_no_state_dict_of_the_model_is_refused(tmp_path: Path, hf_dir: P
 
 
 def test_a_state_dict_of_another_shape_is_refused(tmp_path: Path, hf_dir: Path) -> None:
-    torch.save(jobs.tiny_llama(hidden=8).state_dict(), tmp_path / "source.pt")
+    torch.save(helpers.tiny_llama(hidden=8).state_dict(), tmp_path / "source.pt")
     with pytest.raises(UserError, match=r"has shape \(97, 8\) in the checkpoint and \(97, 16\)"):
         torch_to_dcp(tmp_path / "source.pt", tmp_path / "out", config_dir=hf_dir)
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from tests.migrate.jobs import LAYERS, TOKENS, Schedule, difference, fsdp1, fsdp2, loss, own, plain, quiet, whole
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.migrate.helpers import LAYERS, TOKENS, Schedule, difference, fsdp1, fsdp2, loss, own, plain, quiet, whole
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 TIGHT = 1e-5
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)

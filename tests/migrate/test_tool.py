@@ -23,7 +23,7 @@ from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import read_fields
 from fsdp2kit.migrate.translate import translate
 from fsdp2kit.run import main as run_main
-from tests.migrate.test_fields import translated
+from tests.migrate.helpers import translated
 from tools import migrate_fsdp1
 
 CONFIGS = sorted((Path(__file__).parent / "configs").iterdir())

@@ -22,7 +22,7 @@ from fsdp2kit.parallel import low_bits
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.weights.adapters import adapter_file_name
 from fsdp2kit.weights.record import weights_of
-from tests.reference import needs_integers, tiny_model, tiny_model_dir
+from tests.support.models import needs_integers, tiny_model, tiny_model_dir
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "resid_pdrop": 0,
         "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip

@@ -22,9 +22,9 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.weights.record import ModelSource, source_of
 from fsdp2kit.weights.stored import weights_digest
-from tests.data.templates import CHATML, make_tokenizer
-from tests.reference import tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.data.helpers.templates import CHATML, make_tokenizer
+from tests.support.models import tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 def test_model_directories(tmp_path: Path) -> None:

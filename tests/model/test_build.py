@@ -17,7 +17,7 @@ from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
-from tests.reference import TINY, make_rows, tiny_model, tiny_model_dir
+from tests.support.models import TINY, make_rows, tiny_model, tiny_model_dir
 
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},

@@ -18,10 +18,10 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.weights.record import source_of
-from tests.data.templates import CHATML, make_tokenizer
-from tests.reference import tiny_model_dir
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.data.helpers.templates import CHATML, make_tokenizer
+from tests.support.models import tiny_model_dir
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 FILES = {
@@ -220,14 +220,14 @@ def test_a_checkpoint_without_its_code_is_converted_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As checkpoints were saved that hold a config alone."""
-    from tests.checkpoint import jobs
+    from tests.checkpoint import helpers
 
     def write_config(folder: Path) -> None:
-        config = jobs.tiny_llama().config
+        config = helpers.tiny_llama().config
         config.auto_map = {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}
         config.save_pretrained(folder)
 
-    path = jobs.checkpoints_of(tmp_path / "run", write_assets=write_config).save(jobs.progress_at(3))
+    path = helpers.checkpoints_of(tmp_path / "run", write_assets=write_config).save(helpers.progress_at(3))
     assert dcp_to_hf.main([str(path), str(tmp_path / "out")]) == 0
     assert f"warning: {tmp_path / 'out'}: its files name modeling_my.py, which {path} lacks; give" in (
         capsys.readouterr().out

@@ -17,7 +17,7 @@ from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.config_file import dtype_of, with_dtype
 from fsdp2kit.weights.record import own_class, source_of
-from tests.old_form import LLAMA3, OLD, YARN, old_python, write_old
+from tests.model.helpers import LLAMA3, OLD, YARN, old_python, write_old
 
 IDS = torch.arange(120)[None] % 100 + 4
 NEW_YARN = {**YARN, "rope_theta": 70_000.0}

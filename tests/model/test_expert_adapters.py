@@ -25,7 +25,7 @@ from fsdp2kit.weights.adapters import merge_experts
 from fsdp2kit.weights.experts import find_experts
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
-from tests.reference import full
+from tests.support.models import full
 
 SIZES = {
     "vocab_size": 64,

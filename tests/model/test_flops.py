@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
 from fsdp2kit.planner.devices import find_device
 from fsdp2kit.weights import experts
-from tests.planner.models import QWEN3_30B, config_of, planned, small
-from tests.reference import tiny_model
+from tests.planner.helpers.models import QWEN3_30B, config_of, planned, small
+from tests.support.models import tiny_model
 
 # 2 layers, hidden 32, 4 heads of 8, 2 key-value heads of 8, MLP 48, vocabulary 64.
 TINY = {

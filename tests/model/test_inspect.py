@@ -23,7 +23,7 @@ from fsdp2kit.model.inspect import (
     separates_packed_documents,
     shrink_config,
 )
-from tests.reference import TINY, tiny_model
+from tests.support.models import TINY, tiny_model
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -15,10 +15,10 @@ from fsdp2kit.model.layer_functions import functions_of, use_no_kernels
 from fsdp2kit.parallel.context_parallel.borders import Borders
 from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parity.reference import Curves
-from tests.parallel.jobs import Case, run_case
-from tests.planner.models import planned
-from tests.reference import RECURRENT, full, make_batches, tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.planner.helpers.models import planned
+from tests.support.cases import Case, run_case
+from tests.support.models import RECURRENT, full, make_batches, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 KINDS = ["bamba", *(full(kind) for kind in RECURRENT if kind != "bamba")]
 # Of transformers' files: what they call a kernel for where its package is installed.

@@ -23,7 +23,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.parallel.plan import plan_parallel
-from tests.reference import tiny_model
+from tests.support.models import tiny_model
 from tools.benchmarks.fsdp1 import FSDP1Loop
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

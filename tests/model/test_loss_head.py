@@ -27,9 +27,9 @@ from fsdp2kit.parity.reference import (
     plain_logits,
     plain_loop,
 )
-from tests.parallel.jobs import Case, build, run_cases
-from tests.reference import beyond, full, make_batches, make_rows, slow, tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case, build, run_cases
+from tests.support.models import beyond, full, make_batches, make_rows, slow, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50
 # Model type, what its config says, and whether its logits are hidden @ weightᵀ and nothing else.

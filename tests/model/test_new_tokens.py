@@ -14,9 +14,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
@@ -32,41 +30,16 @@ from fsdp2kit.planner.check import check_offline
 from fsdp2kit.run import load
 from fsdp2kit.weights import shards
 from fsdp2kit.weights.record import source_of
-from tests.data.templates import encode_chat, make_tokenizer, spoken
-from tests.model.test_weights import _sharded
-from tests.reference import DEMO, full, tiny_model
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.data.helpers.templates import encode_chat, make_tokenizer, spoken
+from tests.model.helpers import save_base, sharded
+from tests.support.models import DEMO, full
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias
 QUESTION = [{"role": "user", "content": "Is water wet?"}]
 CHAT = [*QUESTION, {"role": "assistant", "content": "Yes, wet."}]
-
-
-def save_base(folder: Path, kind: str, *, padding: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """A tiny base model, with rows for its own tokens and ``padding`` more; its tokenizer knows no turns."""
-    words = Tokenizer(tokenizer_models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=260, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    words.train_from_iterator(["Is water wet? Yes, wet."], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
-    if kind == "phi":
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", vocab_size=128, **sizes))
-        model.lm_head.bias.data.normal_()
-    else:
-        model = tiny_model(kind)
-    model.resize_token_embeddings(len(tokenizer) + padding, mean_resizing=False)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    path = folder / kind
-    model.to(dtype).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
@@ -92,7 +65,7 @@ def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str
         path = folder / kind
         for source in ("pretrained", str(folder / f"{kind}-dcp")):
             section = ModelConfig(path=str(path), weights=source, chat_template="chatml")
-            model = _sharded(section, shard)
+            model = sharded(section, shard)
             with mock.patch.object(shards, "_BLOCK", 500), mock.patch.object(reader, "BLOCK_BYTES", 1000):
                 fill_weights(section, model, seed=0)
             tensors = {name: whole(one.detach()).clone().numpy() for name, one in model.named_parameters()}

@@ -15,7 +15,7 @@ from fsdp2kit.model.grouped_experts import NF4Experts
 from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
 from fsdp2kit.planner.allocations import Allocations, by_category
 from fsdp2kit.weights.experts import expert_weights, find_experts
-from tests.reference import needs_torchao, nf4_rounded, tiny_model
+from tests.support.models import needs_torchao, nf4_rounded, tiny_model
 
 
 def weight_like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

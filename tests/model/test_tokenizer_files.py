@@ -14,9 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 from fsdp2kit.model.tokenizer_files import save_tokenizer
-from tests.data.templates import CHATML, LLAMA3, make_tokenizer
-from tests.model.test_new_tokens import save_base
-from tests.old_form import old_python
+from tests.data.helpers.templates import CHATML, LLAMA3, make_tokenizer
+from tests.model.helpers import old_python, save_base
 
 TEXT = "Is water wet? <|im_start|>Yes, é.<|im_end|>"
 CHAT = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]

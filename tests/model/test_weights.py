@@ -14,14 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
-from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
+from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
-from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
-from fsdp2kit.parallel.parallelize import parallelize_model
-from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.weights.conversion import find_sources, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
@@ -29,8 +26,9 @@ from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.stored import INDEX_NAME
-from tests.reference import TINY, full, slow, tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.model.helpers import UNUSUAL, sharded
+from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 def _empty(path: Path, **overrides: Any) -> PreTrainedModel:
@@ -148,23 +146,10 @@ def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_pa
     _assert_equal(found, tensors)
 
 
-def _sharded(section: ModelConfig, shard: int) -> Any:
-    world = distributed.start()
-    hybrid = shard != world.size
-    fsdp = FSDPConfig(strategy="hybrid_shard" if hybrid else "full_shard", param_dtype="float32")
-    sizes = MeshConfig(dp_shard=shard)
-    mesh = build_mesh(sizes, fsdp, world=world)
-    # Values are what is looked at here, of architectures too that training would refuse.
-    data, preflight = DataConfig(pack=False, seq_len=64), PreflightConfig(allow=["dropout", "router_aux_loss"])
-    config = TrainingConfig(recipe="none", model=section, mesh=sizes, fsdp=fsdp, data=data, preflight=preflight)
-    model = build_model(section)
-    return parallelize_model(model, plan_parallel(model, config, mesh.sizes, "cpu"), mesh=mesh)
-
-
 def _load_sharded(folder: Path, kinds: tuple[str, ...], shard: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for kind in kinds:
-        model = _sharded(ModelConfig(path=str(folder / kind)), shard)
+        model = sharded(ModelConfig(path=str(folder / kind)), shard)
         load_pretrained(model, folder / kind)
         found[kind] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return found
@@ -231,21 +216,6 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 # Random initialisation
 
 
-# Whose initialisation reaches beyond a module's own tensors, or which are otherwise unlike a Llama.
-UNUSUAL = (
-    "modernbert-decoder",  # attention, MLP and the model itself initialise their children
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "diffllama",
-    "deepseek_v3",
-    "qwen3_next",
-    "olmo_hybrid",
-    "nemotron_h",
-    "minimax",
-)
-
-
 def _config(kind: str) -> PretrainedConfig:
     if kind in TINY:
         return tiny_model(kind).config
@@ -281,7 +251,7 @@ def test_random_values_do_not_depend_on_the_mesh(
 def test_an_initialisation_that_leaves_a_parameter_out_is_refused(tmp_path: Path) -> None:
     _config("apertus").save_pretrained(tmp_path)
     try:
-        model = _sharded(ModelConfig(path=str(tmp_path), weights="random"), 1)
+        model = sharded(ModelConfig(path=str(tmp_path), weights="random"), 1)
     finally:
         distributed.stop()
     with pytest.raises(UserError, match=r" ApertusForCausalLM leaves model\.layers\.0\.mlp\.act_fn\.alpha_\w out"):
@@ -329,7 +299,7 @@ def _initialize_sharded(folder: Path, kinds: tuple[str, ...], seed: int, shard: 
     torch.manual_seed(torch.distributed.get_rank())  # the generators of the ranks must not matter
     found = {}
     for kind in kinds:
-        model = _sharded(ModelConfig(path=str(folder / kind), weights="random"), shard)
+        model = sharded(ModelConfig(path=str(folder / kind), weights="random"), shard)
         initialize(model, seed=seed)
         found[kind] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return found

@@ -36,9 +36,9 @@ from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import DealtOut, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
 from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
-from tests.parallel.jobs import Case, build
-from tests.reference import make_batches, plain_batches, tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case, build
+from tests.support.models import make_batches, plain_batches, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 SECTIONS = [
     {},

@@ -24,10 +24,10 @@ from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import gradient_of, load_plain
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
-from tests.parallel.jobs import Case, build
-from tests.reference import full, tiny_model, tiny_model_dir
-from tests.rl.made_up import MAX_NEW, REWARDS, TEMPERATURE, make_rollouts, plain_loss
-from tests.workers import WorkerPool
+from tests.rl.helpers.made_up import MAX_NEW, REWARDS, TEMPERATURE, make_rollouts, plain_loss
+from tests.support.cases import Case, build
+from tests.support.models import full, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 SECTIONS = [
     GRPOConfig(),

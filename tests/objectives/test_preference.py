@@ -31,10 +31,10 @@ from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
 from fsdp2kit.weights.load import load_pretrained
 from recipes import dpo
-from tests.objectives.trl_side import Outcome, trl_outcome
-from tests.parallel.jobs import Case, counted_compilations
-from tests.reference import demo_model_dir, full, make_rows, tiny_model_dir, write_adapter
-from tests.workers import WorkerPool
+from tests.objectives.helpers import Outcome, trl_outcome
+from tests.support.cases import Case, counted_compilations
+from tests.support.models import demo_model_dir, full, make_rows, tiny_model_dir, write_adapter
+from tests.support.workers import WorkerPool
 
 PAIRS = [
     {"prompt": f"Question {at}? ", "chosen": "Yes, " * (1 + at % 5), "rejected": "No. " * (1 + at % 3)}

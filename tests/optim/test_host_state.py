@@ -15,7 +15,7 @@ from transformers import get_constant_schedule_with_warmup
 
 from fsdp2kit.job.distributed import local_part, sharded_like
 from fsdp2kit.optim.host_state import HostState, in_batches, keep_state_on_host, largest_shard
-from tests.lagging_copies import LaggingCopies
+from tests.support.lagging_copies import LaggingCopies
 
 
 def _parameters() -> list[nn.Parameter]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from fsdp2kit.job import distributed
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
-from tests.reference import full
-from tests.workers import WorkerPool
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 SHAPES = {"experts.gate_up_proj": (5, 24, 10), "experts.down_proj": (5, 10, 12)}
 STEPS, IDLE = 3, 4

@@ -15,8 +15,8 @@ from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.torch_compat import TorchDispatchMode
-from tests.optim import jobs
-from tests.workers import WorkerPool
+from tests.optim import helpers
+from tests.support.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
 SECTION = AdamWConfig(name="adamw_bf16", **VALUES)
@@ -176,11 +176,13 @@ def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mesh_has_the_numbers_of_one_process(dtype: torch.dtype, pool: WorkerPool) -> None:
-    expected = jobs.updated(SECTION, shard=0, dtype=dtype, state=True)
+    expected = helpers.updated(SECTION, shard=0, dtype=dtype, state=True)
     for replicate, shard in ((1, 1), (1, 3), (2, 2)):  # of one parameter two ranks of three have no row
-        for found in pool.run(replicate * shard, jobs.updated, SECTION, replicate=replicate, dtype=dtype, state=True):
+        for found in pool.run(
+            replicate * shard, helpers.updated, SECTION, replicate=replicate, dtype=dtype, state=True
+        ):
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
-    for found in pool.run(2, jobs.updated, SECTION, on_host=True, dtype=dtype, state=True):
+    for found in pool.run(2, helpers.updated, SECTION, on_host=True, dtype=dtype, state=True):
         assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
@@ -209,7 +211,7 @@ def test_torchs_state_dict_keeps_the_moments_and_the_noise(dtype: torch.dtype) -
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
-    net = jobs.make_net()
+    net = helpers.make_net()
     net.head.weight.requires_grad_(False)
     optimizer = build_optimizer(SECTION, net)
     net.odd.weight.grad = torch.ones_like(net.odd.weight)
@@ -221,13 +223,13 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 
 def bfloat16_ledger() -> str:
-    model = jobs.make_net().bfloat16()
+    model = helpers.make_net().bfloat16()
     optimizer = build_optimizer(SECTION, model)
     fsdp = FSDPConfig(param_dtype="bfloat16", storage_dtype="bfloat16")
     ledger = dtype_ledger(TrainingConfig(recipe="none", fsdp=fsdp, optimizer=SECTION), export="float32")
     with assert_ledger(ledger, model, optimizer):
         for name, parameter in model.named_parameters():
-            parameter.grad = jobs.gradients(0)[name].bfloat16()
+            parameter.grad = helpers.gradients(0)[name].bfloat16()
         optimizer.step()
     return str(ledger)
 

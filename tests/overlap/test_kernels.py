@@ -9,20 +9,22 @@ import pytest
 
 from fsdp2kit.overlap.split import Split, mean_of, split_step
 from fsdp2kit.overlap.trace import read_traces
-from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, AUTOGRAD, GEMM, NCCL_ARGS, REDUCE_SCATTER, US, Trace
+from tests.overlap.helpers import (
+    ALL_GATHER,
+    GEMM,
+    NCCL_ARGS,
+    REDUCE_SCATTER,
+    US,
+    Trace,
+    figures,
+    fsdp_step,
+)
 
 
 def splits(trace: Trace, folder: Path) -> list[Split]:
     (found,) = read_traces(trace.write(folder / "rank-00000.json.gz"))
     assert found.device == "cuda"
     return [split_step(found, step) for step in found.steps]
-
-
-def figures(split: Split) -> tuple[float, ...]:
-    """Step, compute only, overlapped, exposed and idle in µs, which add up."""
-    assert split.compute_only + split.overlapped + split.exposed + split.idle == split.duration
-    names = ("duration", "compute_only", "overlapped", "exposed", "idle")
-    return tuple(getattr(split, name) / US for name in names)
 
 
 @pytest.mark.parametrize(
@@ -92,46 +94,6 @@ def test_kinds_of_collectives(name: str, args: dict[str, Any], kind: str, tmp_pa
     (split,) = splits(trace, tmp_path)
     assert [found for found, _ in split.collectives] == [kind]
     assert figures(split) == (10, 1, 0, 3, 6)
-
-
-def fsdp_step(trace: Trace) -> None:
-    """A step of a root and two layers. The host is ahead; backward is on autograd's thread, gathering one ahead."""
-    trace.step(4, 0, 1000)
-    trace.mark("FSDP::root_pre_forward", 5, 8)
-    trace.mark("FSDP::pre_forward", 10, 45)
-    trace.mark("FSDP::all_gather", 12, 30)
-    trace.kernel(ALL_GATHER, 20, 60, launched=20, stream=20)
-    trace.mark("FSDP::all_gather_copy_out", 32, 44)
-    trace.kernel("split_with_sizes_copy_kernel", 60, 70, launched=35)
-    trace.kernel(GEMM, 70, 80, launched=48)  # the embedding: the root's own
-    for layer, (host, gather) in {"model.layers.0": (50, 60), "model.layers.1": (80, 110)}.items():
-        trace.mark(f"FSDP::pre_forward ({layer})", host, host + 10)
-        trace.mark(f"FSDP::all_gather ({layer})", host + 1, host + 5)
-        trace.kernel(ALL_GATHER, gather, gather + 50, launched=host + 2, stream=20)
-        trace.kernel(GEMM, gather + 50, gather + 140, launched=host + 12)
-        trace.mark(f"FSDP::post_forward ({layer})", host + 20, host + 22)
-    # layers.0 computes 110 – 200, layers.1 160 – 250 on the device (two streams would do that)
-    trace.op("aten::cross_entropy_loss", 104, 108)
-    trace.kernel("loss_kernel", 250, 260, launched=105)
-    trace.op("autograd::engine::evaluate_function: NllLossBackward0", 110, 112, thread=AUTOGRAD)
-    trace.kernel("loss_backward_kernel", 260, 270, launched=111, thread=AUTOGRAD)
-    trace.mark("FSDP::pre_backward (model.layers.1)", 120, 140, thread=AUTOGRAD)
-    trace.mark("FSDP::backward_prefetch for model.layers.0", 130, 139, thread=AUTOGRAD)
-    trace.mark("FSDP::all_gather (model.layers.0)", 131, 138, thread=AUTOGRAD)
-    trace.kernel(ALL_GATHER, 300, 350, launched=135, thread=AUTOGRAD, stream=20)
-    trace.kernel(GEMM, 270, 400, launched=145, thread=AUTOGRAD)  # layers.1's backward
-    trace.mark("FSDP::pre_backward (model.layers.0)", 150, 155, thread=AUTOGRAD)
-    trace.mark("FSDP::post_backward_reshard (model.layers.1)", 156, 158, thread=AUTOGRAD)
-    trace.mark("FSDP::post_backward_reduce (model.layers.1) [pg=8]", 160, 170, thread=AUTOGRAD)
-    trace.kernel(REDUCE_SCATTER, 400, 480, launched=165, thread=AUTOGRAD, stream=21)
-    trace.kernel(GEMM, 400, 460, launched=175, thread=AUTOGRAD)  # layers.0's backward
-    trace.mark("FSDP::root_post_backward_callback", 180, 200, thread=AUTOGRAD)
-    trace.mark("FSDP::post_backward_reshard", 181, 183, thread=AUTOGRAD)
-    trace.mark("FSDP::post_backward_reduce", 184, 190, thread=AUTOGRAD)
-    trace.kernel(REDUCE_SCATTER, 480, 500, launched=186, thread=AUTOGRAD, stream=21)
-    trace.kernel(ALL_REDUCE, 500, 510, launched=205, stream=22)  # the loss, outside FSDP
-    trace.mark("Optimizer.step#AdamW.step", 300, 400)
-    trace.kernel("multi_tensor_apply_kernel", 600, 900, launched=320)
 
 
 def test_units_and_phases_are_those_of_the_launch(tmp_path: Path) -> None:

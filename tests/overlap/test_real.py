@@ -16,9 +16,9 @@ from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train import profiling
-from tests.parallel.jobs import Case, Recorder, build, run_loop
-from tests.reference import make_batches, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case, Recorder, build, run_loop
+from tests.support.models import make_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 RANKS, ROWS, STEPS, LENGTH = 2, 8, 5, 256
 MICRO_BATCHES = ROWS // RANKS

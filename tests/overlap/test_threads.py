@@ -6,8 +6,7 @@ from pathlib import Path
 
 from fsdp2kit.overlap.split import Split, split_step
 from fsdp2kit.overlap.trace import read_trace
-from tests.overlap.synthetic import MAIN, US, Trace
-from tests.overlap.test_kernels import figures
+from tests.overlap.helpers import MAIN, US, Trace, figures
 
 GLOO_1, GLOO_2, READER = 11, 12, 13
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.overlap.synthetic import ALL_GATHER, GEMM, Trace
-from tests.overlap.test_kernels import fsdp_step
-from tests.overlap.test_waiting import straggling
+from tests.overlap.helpers import ALL_GATHER, GEMM, Trace, fsdp_step, straggling
 from tools.overlap_report import main
 
 

@@ -6,20 +6,7 @@ from pathlib import Path
 
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
-from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, GEMM, US, Trace
-
-
-def straggling(folder: Path, *, ranks: range = range(3), world_size: int = 3) -> None:
-    """Rank 1 computes 300 µs instead of 100, the others wait for it; each rank's clock begins elsewhere."""
-    for rank in ranks:
-        trace = Trace(rank=rank, world_size=world_size, begin=1e9 * (rank + 1))
-        trace.step(0, 0, 1000)
-        end = 300 if rank == 1 else 100
-        trace.kernel(GEMM, 0, end)
-        trace.kernel(ALL_GATHER, end, 350, launched=50, stream=20)  # all leave it together
-        trace.kernel(GEMM, 400, 500 + 10 * rank)
-        trace.kernel(ALL_GATHER, 480, 600, launched=90, stream=20)  # all come together
-        trace.write(folder / f"rank-{rank:05d}.json.gz")
+from tests.overlap.helpers import ALL_GATHER, ALL_REDUCE, US, Trace, straggling
 
 
 def transfers(folder: Path) -> list[list[int | None]]:

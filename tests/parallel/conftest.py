@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers.models.llama import modeling_llama
 
-from tests.reference import ADAPTERS, TINY, tiny_model_dir, write_adapter
+from tests.support.models import ADAPTERS, TINY, tiny_model_dir, write_adapter
 
 ADAPTED = ("llama3", "smollm2", "qwen3", "qwen3_moe")
 

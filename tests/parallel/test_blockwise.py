@@ -27,9 +27,9 @@ from fsdp2kit.torch_compat import (
     cuda_flash_attention,
     cuda_flash_attention_backward,
 )
-from tests.parallel.test_segments import positions_of, transformers_mask
-from tests.reference import full, slow
-from tests.workers import WorkerPool
+from tests.parallel.helpers.segments import positions_of, transformers_mask
+from tests.support.models import full, slow
+from tests.support.workers import WorkerPool
 
 LENGTH = 48
 PACKINGS = {

@@ -17,7 +17,7 @@ from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel import activation_checkpointing
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.planner.allocations import Allocations, by_category
-from tests.reference import make_batches, tiny_model
+from tests.support.models import make_batches, tiny_model
 
 LAYERS, TOKENS = 4, 256
 # hidden, intermediate = 3.5 × hidden, and a quarter as many keys as queries, as in Llama 3 8B.

@@ -15,9 +15,9 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import Evaluation, generate
-from tests.parallel.jobs import Case, counted_compilations
-from tests.reference import LENGTH, VOCABULARY
-from tests.workers import WorkerPool
+from tests.support.cases import Case, counted_compilations
+from tests.support.models import LENGTH, VOCABULARY
+from tests.support.workers import WorkerPool
 
 PACKS = [(1, 2), (LENGTH,), (2, *[1] * LENGTH), (7, 13), (2,), (LENGTH - 1, 1), (1, LENGTH - 1), (3,), (5, 1, 1)]
 """Lengths of a row's documents, repeated to its end."""

@@ -21,9 +21,9 @@ from fsdp2kit.parallel.context_parallel.exchange import bytes_sent, share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.segments import plan_segments
 from fsdp2kit.parity.reference import Rows
-from tests.reference import full, slow
-from tests.traffic import count_traffic
-from tests.workers import WorkerPool
+from tests.support.models import full, slow
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 12, 4, 16

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
-from tests.parallel.jobs import Case, run_cases
-from tests.reference import LENGTH, beyond, full, make_batches
-from tests.traffic import count_traffic
-from tests.workers import WorkerPool
+from tests.support.cases import Case, run_cases
+from tests.support.models import LENGTH, beyond, full, make_batches
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
 
 HALF = ("*.layers.0.*", "*.mlp.down_proj.*")
 

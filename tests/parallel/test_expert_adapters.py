@@ -19,8 +19,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.reference import Curves, errors, load_plain, plain_loop, worst_relative
-from tests.parallel.jobs import Case, run_cases
-from tests.reference import (
+from tests.support.cases import Case, run_cases
+from tests.support.models import (
     add_adapter,
     beyond,
     demo_model_dir,
@@ -32,8 +32,8 @@ from tests.reference import (
     tiny_model_dir,
     write_adapter,
 )
-from tests.runs import losses, resume, runner, write_run
-from tests.workers import WorkerPool
+from tests.support.runs import losses, resume, runner, write_run
+from tests.support.workers import WorkerPool
 from tools import plan
 
 NO_MORE = ("train.steps=1", "checkpoint.export_hf=never")

@@ -15,12 +15,12 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
-from tests.parallel.jobs import Case
-from tests.parallel.test_traffic import watched_step
-from tests.planner.models import planned
-from tests.reference import slow, tiny_model_dir
-from tests.traffic import Traffic
-from tests.workers import WorkerPool
+from tests.parallel.helpers.steps import watched_step
+from tests.planner.helpers.models import planned
+from tests.support.cases import Case
+from tests.support.models import slow, tiny_model_dir
+from tests.support.traffic import Traffic
+from tests.support.workers import WorkerPool
 
 HYBRID = (("strategy", "hybrid_shard"),)
 CASES = [

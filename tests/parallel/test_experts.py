@@ -24,9 +24,9 @@ from fsdp2kit.parallel.expert_parallel.exchange import shares
 from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind, routed_experts
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from fsdp2kit.train.step import gradient_norm
-from tests.parallel.jobs import Case, run_cases
-from tests.parallel.test_preflight import check
-from tests.reference import (
+from tests.parallel.helpers.check import check
+from tests.support.cases import Case, run_cases
+from tests.support.models import (
     MIXTURES,
     beyond,
     demo_model_dir,
@@ -36,8 +36,8 @@ from tests.reference import (
     slow,
     tiny_model_dir,
 )
-from tests.runs import losses, resume, runner, write_run
-from tests.workers import WorkerPool
+from tests.support.runs import losses, resume, runner, write_run
+from tests.support.workers import WorkerPool
 
 EXPERTS, TOKENS, VISITED, WIDTH = 7, 10, 3, 16
 HYBRID = (("strategy", "hybrid_shard"),)

@@ -10,11 +10,11 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
-from tests.parallel.jobs import Case, run_cases
-from tests.planner.models import MIXTRAL, config_of, planned, rl_config, small
-from tests.reference import beyond, demo_model_dir, full, make_batches, slow, tiny_model_dir
-from tests.runs import losses, resume, runner, write_run
-from tests.workers import WorkerPool
+from tests.planner.helpers.models import MIXTRAL, config_of, planned, rl_config, small
+from tests.support.cases import Case, run_cases
+from tests.support.models import beyond, demo_model_dir, full, make_batches, slow, tiny_model_dir
+from tests.support.runs import losses, resume, runner, write_run
+from tests.support.workers import WorkerPool
 
 CASES = [
     Case("mixtral_few", 2, 2, 1, checkpointing="full"),

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.weights.load import load_pretrained
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 POSITIONS = torch.stack(
     [torch.cat([torch.arange(n) for n in lengths]) for lengths in ([13, 20, 15], [48], [1, 46, 1], [24, 24])]

@@ -22,10 +22,10 @@ from fsdp2kit.parallel.low_bits import Float8Plan, apply_float8, plan_float8
 from fsdp2kit.parity import reference
 from fsdp2kit.parity.reference import Curves, errors
 from fsdp2kit.weights.load import load_pretrained
-from tests.parallel import float8_jobs as jobs
-from tests.parallel.jobs import Case
-from tests.reference import full, make_batches, plain_batches
-from tests.workers import WorkerPool
+from tests.parallel.helpers import float8 as jobs
+from tests.support.cases import Case
+from tests.support.models import full, make_batches, plain_batches
+from tests.support.workers import WorkerPool
 
 torchao = pytest.importorskip("torchao.float8")
 

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import plan_units
-from tests.parallel.jobs import Case, build
-from tests.reference import full, make_batches, tiny_model
-from tests.traffic import count_traffic
-from tests.workers import WorkerPool
+from tests.support.cases import Case, build
+from tests.support.models import full, make_batches, tiny_model
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
 
 # Units of the untied model: embedding, two layers, head, and the root with the final norm.
 UNITS = 5

@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import build_evaluation
-from tests.parallel.jobs import Case
-from tests.parallel.test_segments import positions_of
-from tests.reference import LENGTH, VOCABULARY, full, make_batches
-from tests.workers import WorkerPool
-
-
-def _packing(seed: int) -> tuple[Tensor, int]:
-    """Positions ``[1, S]`` of a random packing of at least two documents, and one of their numbers."""
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 9))
-    cuts = sorted(rng.choice(np.arange(1, LENGTH), size=count, replace=False).tolist())
-    borders = [0, *cuts, LENGTH]
-    positions = positions_of([stop - start for start, stop in itertools.pairwise(borders)])[None]
-    return positions, int(rng.integers(0, count + 1))
-
-
-def leaks(folder: Path, case: Case, seeds: list[int]) -> list[int]:
-    """Seeds of packings in which changing one document changed another's logits, or not its own."""
-    sharded = Sharded(case.config(folder, steps=1, rows=1), world=distributed.start())
-    found = []
-    for seed in seeds:
-        positions, changed = _packing(seed)
-        ids = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
-        document = (positions == 0).cumsum(1) - 1 == changed
-        other_ids = torch.where(document, (ids + 1) % VOCABULARY, ids)
-        before, after = (
-            sharded.forward(Rows(each, each, positions), document=range(LENGTH))[0] for each in (ids, other_ids)
-        )
-        same = (before == after).all(axis=1)
-        if not same[~document[0].numpy()].all() or same[document[0].numpy()].any():
-            found.append(seed)
-    return found
+from tests.parallel.helpers.isolation import leaks
+from tests.support.cases import Case
+from tests.support.models import full, make_batches
+from tests.support.workers import WorkerPool
 
 
 @pytest.mark.parametrize("cp", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])

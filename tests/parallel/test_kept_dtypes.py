@@ -18,11 +18,11 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parity.engine import Sharded
-from tests.checkpoint.jobs import assert_equal, checkpoints_of, exported, progress_at
-from tests.kept import BEYOND_5_17, kept_model
-from tests.parallel.jobs import Case, accumulate
-from tests.reference import LENGTH, plain_batches
-from tests.workers import WorkerPool
+from tests.checkpoint.helpers import assert_equal, checkpoints_of, exported, progress_at
+from tests.support.cases import Case, accumulate
+from tests.support.kept_dtypes import BEYOND_5_17, kept_model
+from tests.support.models import LENGTH, plain_batches
+from tests.support.workers import WorkerPool
 
 BF16 = (("param_dtype", "bfloat16"),)
 

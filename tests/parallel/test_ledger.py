@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.errors import RunFailure
-from fsdp2kit.job import distributed
-from fsdp2kit.optim.build import build_optimizer
-from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
-from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parallel.ledger import dtype_ledger
 from fsdp2kit.torch_compat import accumulated_partial_sums
-from tests.parallel.jobs import Case, accumulate
-from tests.reference import full, make_batches
-from tests.workers import WorkerPool
-
-
-def one_step(folder: Path, case: Case, **claimed: Any) -> str:
-    """What the ledger says of a step, with ``claimed`` in place of what is true."""
-    config = case.config(folder, steps=1, rows=4)
-    sharded = Sharded(config, world=distributed.start())
-    optimizer = build_optimizer(config.optimizer, sharded.model)
-    ledger = replace(sharded.plan.ledger, **claimed)
-    batch = make_batches(1)[0]
-    try:
-        with assert_ledger(ledger, sharded.model, optimizer):
-            accumulate(sharded, batch, [batch, batch])
-            optimizer.step()
-    except RunFailure as failure:
-        return str(failure)
-    return "ok"
+from tests.parallel.helpers.ledger import compiled_step, one_step
+from tests.support.cases import Case
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.mark.parametrize("kind", ["smollm2", pytest.param("llama3", marks=pytest.mark.slow)])
@@ -85,30 +62,6 @@ def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, models: Path
     text = str(dtype_ledger(case.config(models, steps=1, rows=1), export="bfloat16"))
     assert "compute of LlamaRMSNorm float32" in text
     assert "WARNING: parameters and moments are stored in bfloat16" in text
-
-
-def compiled_step(folder: Path, case: Case, is_watched: bool) -> dict[str, Any]:
-    """What the compiler did in a step, with or without the ledger that watches it."""
-    from torch._dynamo.utils import counters
-
-    original = torch.nn.Module.compile
-    torch.compiler.reset()
-    counters.clear()
-    torch.nn.Module.compile = lambda self: original(self, backend="aot_eager")
-    try:
-        config = case.config(folder, steps=1, rows=4)
-        config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
-        sharded = Sharded(config, world=distributed.start())
-        optimizer = build_optimizer(config.optimizer, sharded.model)
-        batch = make_batches(1)[0]
-        ledger = assert_ledger(sharded.plan.ledger, sharded.model, optimizer)
-        with ledger if is_watched else nullcontext():
-            accumulate(sharded, batch)
-            optimizer.step()
-    finally:
-        torch.nn.Module.compile = original
-    found = {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
-    return {**found, "traced": counters["frames"]["total"]}
 
 
 @pytest.mark.full

@@ -28,11 +28,11 @@ from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
 from fsdp2kit.weights.adapters import base_name
 from fsdp2kit.weights.modules import base_tensors
-from tests.parallel.jobs import Case
-from tests.parallel.test_ledger import compiled_step
-from tests.parallel.test_ledger import one_step as step_with_ledger
-from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import (
+from tests.parallel.helpers.ledger import compiled_step
+from tests.parallel.helpers.ledger import one_step as step_with_ledger
+from tests.parallel.helpers.steps import BYTES, one_step
+from tests.support.cases import Case
+from tests.support.models import (
     ADAMW_8BIT,
     full,
     make_batches,
@@ -40,7 +40,7 @@ from tests.reference import (
     nf4_rounded,
     tiny_model,
 )
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 
 def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -> int:

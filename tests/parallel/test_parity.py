@@ -21,9 +21,9 @@ from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS, STRATEGIES
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.parallel.conftest import ADAPTED
-from tests.parallel.covering import Row, Table, each_value
-from tests.parallel.jobs import Case, run_cases
-from tests.reference import (
+from tests.parallel.helpers.covering import Row, Table, each_value
+from tests.support.cases import Case, run_cases
+from tests.support.models import (
     ADAPTERS,
     add_adapter,
     assert_as_exact_as_plain_bfloat16,
@@ -32,7 +32,7 @@ from tests.reference import (
     make_batches,
     plain_batches,
 )
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 WINDOWED = ("mistral", "gemma3", "qwen3_windowed")
 FAMILIES = {"mistral": "Mistral", "gemma3": "Gemma3", "qwen3": "Qwen3", "qwen3_windowed": "Qwen3"}

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 
 from fsdp2kit.job import distributed
 from fsdp2kit.parity.engine import Sharded
-from tests.parallel.jobs import Case
-from tests.reference import make_batches, slow, tiny_model
-from tests.workers import WorkerPool
+from tests.support.cases import Case
+from tests.support.models import make_batches, slow, tiny_model
+from tests.support.workers import WorkerPool
 
 LAYERS = 6
 

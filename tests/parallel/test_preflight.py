@@ -12,12 +12,8 @@ from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,
-    ContextParallelConfig,
-    DataConfig,
     FSDPConfig,
-    MeshConfig,
     ModelConfig,
-    PreflightConfig,
     TrainingConfig,
 )
 from fsdp2kit.errors import UserError
@@ -25,35 +21,8 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import backbone_name, shrink_config
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from tests.reference import full
-
-
-def check(
-    model_type: str,
-    *,
-    cp: int = 1,
-    ep: int = 1,
-    pack: bool = True,
-    allow: list[Any] | None = None,
-    method: Any = "auto",
-    attention: str = "eager",
-    checkpointing: Any = "none",
-    **overrides: Any,
-) -> None:
-    """`check_model` for a small model of that type."""
-    sizes = {"vocab_size": 128, "model_type": model_type, **overrides}
-    section = ModelConfig(config=sizes, weights="random", attention=attention)
-    config = TrainingConfig(
-        recipe="x",
-        model=section,
-        mesh=MeshConfig(cp=cp, ep=ep),
-        context_parallel=ContextParallelConfig(method=method),
-        data=DataConfig(pack=pack),
-        activation_checkpointing=ActivationCheckpointingConfig(mode=checkpointing),
-        preflight=PreflightConfig(allow=allow or []),
-    )
-    plan_parallel(build_model(section), config, MeshSizes(1, ep, cp, ep))
-
+from tests.parallel.helpers.check import check
+from tests.support.models import full
 
 _LLAMA4 = {"num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size": 64, "intermediate_size_mlp": 64}
 

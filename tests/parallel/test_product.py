@@ -13,11 +13,11 @@ import pytest
 from fsdp2kit.parity.reference import errors
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.weights.experts import expert_count
-from tests.parallel.alone import documents_alone
-from tests.parallel.jobs import Case, run_cases
-from tests.parallel.test_isolation import leaks
-from tests.reference import RECURRENT, beyond, tiny_config, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.parallel.helpers.alone import documents_alone
+from tests.parallel.helpers.isolation import leaks
+from tests.support.cases import Case, run_cases
+from tests.support.models import RECURRENT, beyond, tiny_config, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 KINDS = (*RECURRENT, "gpt_oss", "llama4", "deepseek_v3", "glm4", "gemma3n")
 

@@ -29,13 +29,13 @@ from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Met
 from fsdp2kit.parallel.context_parallel.recurrent import SCANS, Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import measure
 from fsdp2kit.parity.reference import Rows, errors
-from tests.parallel.alone import Reference, documents_alone
-from tests.parallel.covering import Row, Table
-from tests.parallel.jobs import Case, run_cases
-from tests.parallel.test_isolation import leaks
-from tests.parallel.test_traffic import one_step
-from tests.planner.models import planned
-from tests.reference import (
+from tests.parallel.helpers.alone import Reference, documents_alone
+from tests.parallel.helpers.covering import Row, Table
+from tests.parallel.helpers.isolation import leaks
+from tests.parallel.helpers.steps import one_step
+from tests.planner.helpers.models import planned
+from tests.support.cases import Case, run_cases
+from tests.support.models import (
     IS_5_17,
     RECURRENT,
     beyond,
@@ -44,8 +44,8 @@ from tests.reference import (
     tiny_model,
     tiny_model_dir,
 )
-from tests.traffic import Traffic, count_traffic
-from tests.workers import WorkerPool
+from tests.support.traffic import Traffic, count_traffic
+from tests.support.workers import WorkerPool
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 # transformers 5.17 hands the layers of LFM2 nothing of a batch: packs and cp are refused there.

@@ -13,7 +13,7 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.weights.experts import find_experts
-from tests.reference import full, make_rows, slow, tiny_model
+from tests.support.models import full, make_rows, slow, tiny_model
 
 ROWS = make_rows(0)
 MODES = ("full", "selective")

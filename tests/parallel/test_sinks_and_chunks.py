@@ -14,11 +14,11 @@ import pytest
 
 from fsdp2kit.parity.reference import Curves, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS
-from tests.parallel.covering import Row, Table
-from tests.parallel.jobs import Case, run_cases
-from tests.parallel.test_isolation import leaks
-from tests.reference import beyond, full, make_batches, plain_batches, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.parallel.helpers.covering import Row, Table
+from tests.parallel.helpers.isolation import leaks
+from tests.support.cases import Case, run_cases
+from tests.support.models import beyond, full, make_batches, plain_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 KINDS = ("gpt_oss", "llama4", "granite_swa")
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp2kit.job import distributed
-from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.train.step import next_batch
-from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
-from tests.parallel.jobs import Case, step
-from tests.planner.models import planned
-from tests.reference import full, make_batches, slow, tiny_model
-from tests.traffic import Traffic, count_traffic
-from tests.workers import WorkerPool
+from tests.parallel.helpers.steps import BYTES, one_step, watched_step
+from tests.planner.helpers.models import planned
+from tests.support.cases import Case
+from tests.support.models import full, slow, tiny_model
+from tests.support.traffic import Traffic
+from tests.support.workers import WorkerPool
 
 WORLD = 4
 MAIN = ("full_shard", "hybrid_shard")
@@ -31,33 +26,6 @@ STRATEGIES = {  # strategy: ranks that a parameter is sharded over, and whether 
     "hybrid_shard": (2, True),
     "hybrid_shard_zero2": (2, False),
 }
-BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def one_step(folder: Path, case: Case) -> Traffic:
-    """What this rank sends in the second of two steps, from reading the batch to the optimizer."""
-    return watched_step(folder, case)[0]
-
-
-def watched_step(folder: Path, case: Case, *, by_operators: bool = True) -> tuple[Traffic, HostSyncs | None]:
-    """The same, and the waits of the host for the device in that step.
-
-    Args:
-        by_operators: whether operators are watched, too, for these waits and for what DTensors send.
-    """
-    config = case.config(folder, steps=2, rows=8)
-    sharded = Sharded(config, world=distributed.start())
-    optimizer = build_optimizer(config.optimizer, sharded.model)
-    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=2)
-    batches = make_batches(2, rows=8)
-    dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
-    for index in range(2):
-        with count_traffic(functional=by_operators) as traffic:
-            batch = next_batch(dealt, index, mesh=sharded.mesh)
-            known = host_tensors(batch.micro_batches, optimizer)
-            with count_host_syncs(sharded.mesh.device, host=known) if by_operators else nullcontext() as syncs:
-                step(sharded, optimizer, schedule, batch, number=index + 1)
-    return traffic, syncs
 
 
 def expected(kind: str, strategy: str, *, micro_batches: int, reduces: int, dtypes: tuple[str, str]) -> Traffic:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fsdp2kit.parallel.context_parallel.attention import ulysses_attention
 from fsdp2kit.parallel.context_parallel.exchange import heads_to_sequence, sequence_to_heads, share_heads
-from tests.traffic import count_traffic
-from tests.workers import WorkerPool
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
 
 BATCH, LOCAL, WIDTH, VALUE_WIDTH = 2, 5, 8, 6
 # (query heads, key/value heads): even, uneven, one group for all, groups cut by a rank's border

@@ -15,8 +15,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, freeze
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.parallel.fsdp import plan_units
-from tests.kept import kept_model
-from tests.reference import tiny_model, tiny_model_dir
+from tests.support.kept_dtypes import kept_model
+from tests.support.models import tiny_model, tiny_model_dir
 
 
 def units(kind: str, *, frozen: tuple[str, ...] = (), **section: Any) -> list[str]:

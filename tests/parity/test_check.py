@@ -15,8 +15,8 @@ from fsdp2kit.job import distributed
 from fsdp2kit.parity import check
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances, load_plain, make_batches, plain_logits
 from fsdp2kit.parity.variants import METHODS, STRATEGIES, Variant, variants
-from tests.reference import tiny_model_dir
-from tests.workers import WorkerPool, run_command
+from tests.support.models import tiny_model_dir
+from tests.support.workers import WorkerPool, run_command
 
 
 def config(path: Path, **sections: Any) -> TrainingConfig:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from fsdp2kit.parity.reference import Curves, Rows, document_lengths, errors, plain_loop
-from tests.reference import full, make_batches, tiny_model_dir
+from tests.support.models import full, make_batches, tiny_model_dir
 
 
 def document_by_document(path: Path, batches: list[Rows]) -> Curves:

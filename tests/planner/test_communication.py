@@ -15,7 +15,7 @@ from fsdp2kit.planner.devices import find_device
 from fsdp2kit.planner.estimate import Estimate, estimate
 from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
 from fsdp2kit.planner.speed import LINK_EFFICIENCY, PUBLISHED, PeakShare
-from tests.planner.models import LLAMA_8B, MIXTRAL, config_of, planned, small
+from tests.planner.helpers.models import LLAMA_8B, MIXTRAL, config_of, planned, small
 
 H100 = find_device("h100")
 GB = 1e9

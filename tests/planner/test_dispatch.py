@@ -22,9 +22,9 @@ from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.dispatch import IMBALANCE, Dispatch
 from fsdp2kit.torch_compat import FakeTensorMode
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy
-from tests.planner.models import QWEN3_30B, config_of, planned, small
-from tests.planner.trace import trace_step
-from tests.workers import WorkerPool
+from tests.planner.helpers.models import QWEN3_30B, config_of, planned, small
+from tests.planner.helpers.trace import trace_step
+from tests.support.workers import WorkerPool
 
 TOKENS, VISITED, EXPERTS, HIDDEN, WIDTH = 512, 2, 8, 64, 96
 

@@ -27,8 +27,7 @@ from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
-from tests.parallel.jobs import Case
-from tests.planner.models import (
+from tests.planner.helpers.models import (
     LLAMA2_7B,
     LLAMA_8B,
     LLAMA_70B,
@@ -41,8 +40,9 @@ from tests.planner.models import (
     rl_config,
     small,
 )
-from tests.planner.trace import StepAllocations, log_likelihood, trace_step
-from tests.reference import (
+from tests.planner.helpers.trace import StepAllocations, log_likelihood, trace_step
+from tests.support.cases import Case
+from tests.support.models import (
     ADAMW_8BIT,
     MIXTURES,
     RECURRENT,
@@ -53,7 +53,7 @@ from tests.reference import (
     tiny_model,
     tiny_model_dir,
 )
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
 """Memory inside operators, which a trace on fake tensors does not see."""

@@ -21,7 +21,7 @@ from fsdp2kit.planner.memory import step_moments
 from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.search import Candidate, Search, changed, options
 from fsdp2kit.run import main as fsdp2kit_run
-from tests.planner.models import LLAMA_8B, LLAMA_70B, QWEN3_30B, config_of, planned
+from tests.planner.helpers.models import LLAMA_8B, LLAMA_70B, QWEN3_30B, config_of, planned
 from tools import plan as tool
 
 TOML = """

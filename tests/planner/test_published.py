@@ -17,7 +17,7 @@ from fsdp2kit.planner.activations import BackwardMemory, LayerMemory
 from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.memory import Moment, reserved, step_moments
 from fsdp2kit.planner.sizes import StepMemory, step_memory
-from tests.planner.models import LLAMA_1B, LLAMA_8B, config_of
+from tests.planner.helpers.models import LLAMA_1B, LLAMA_8B, config_of
 
 BF16 = {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 

@@ -19,7 +19,7 @@ import pytest
 from fsdp2kit.report.page import build_page, write_page
 from fsdp2kit.report.read import read_run
 from fsdp2kit.report.serve import build_server
-from tests.report.runs import EVENTS, EVIL, record, write_run
+from tests.report.helpers import EVENTS, EVIL, record, write_run
 
 pytestmark = pytest.mark.slow
 

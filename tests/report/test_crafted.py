@@ -20,7 +20,7 @@ from fsdp2kit.report.page import build_page
 from fsdp2kit.report.read import parse_line, read_run
 from fsdp2kit.report.runs import rows_of
 from fsdp2kit.report.serve import PageServer, build_server
-from tests.report.runs import write_run
+from tests.report.helpers import write_run
 from tools import report as report_tool
 from tools import runs as runs_tool
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp2kit.report.ends import End, ends_of
 from fsdp2kit.report.read import read_run
-from tests.report.test_read import event, traceback, write
+from tests.report.helpers import event, traceback, write
 
 T = 1_767_312_000  # 2026-01-02
 

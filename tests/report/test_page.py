@@ -16,7 +16,7 @@ import pytest
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.page import build_page, write_page
 from fsdp2kit.report.read import read_run
-from tests.report.runs import EVENTS, EVIL, write_run
+from tests.report.helpers import EVENTS, EVIL, write_run
 from tools import report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from fsdp2kit.report.charts import SECTIONS, sections_for
 from fsdp2kit.report.curves import MetricColumns, thinned
 from fsdp2kit.report.payload import build_payload, labels
 from fsdp2kit.report.read import read_run
-from tests.report.runs import EVENTS, record, write_run
+from tests.report.helpers import EVENTS, record, write_run
 
 
 def steps_of(curve: dict[str, Any], name: str = "x") -> list[int]:

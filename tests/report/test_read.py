@@ -13,15 +13,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.start import lock_run_dir
 from fsdp2kit.report.read import find_runs, read_lines, read_run
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.report.helpers import event, traceback, write
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[2] / "toml" / "demo"
 
@@ -58,20 +58,6 @@ def is_free(lock: Path) -> bool:
     """Whether another process could lock it."""
     code = f"import fcntl, os; fcntl.lockf(os.open({str(lock)!r}, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def write(folder: Path, **files: str) -> Path:
-    """Files of a run directory: ``metrics``, ``events``, ``config``, ``environment``, ``lock``."""
-    names = {"metrics": "metrics.jsonl", "events": "events.jsonl", "config": "config.toml"}
-    names |= {"environment": "environment.json", "lock": ".lock"}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / names[name]).write_text(text)
-    return folder
-
-
-def event(time: float, kind: str, start: int = 1, **fields: Any) -> str:
-    return json.dumps({"time": time, "event": kind, "start": start, **fields}) + "\n"
 
 
 def test_killed_in_mid_line(tmp_path: Path) -> None:
@@ -287,10 +273,6 @@ def test_a_run_of_before_there_were_events(tmp_path: Path, saved: bool, steps: i
 
 def entry(rank: int, text: str, second: int = 0) -> str:
     return f"2026-11-25T10:00:{second:02}+00:00 rank {rank} on host-{rank}, step 3, backward\n{text}\n\n"
-
-
-def traceback(line: str) -> str:
-    return f'Traceback (most recent call last):\n  File "x.py", line 1, in main\n    fail()\n{line}\nmore of it'
 
 
 def test_the_cause_is_the_rank_that_failed_itself(tmp_path: Path) -> None:

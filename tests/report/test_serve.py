@@ -18,7 +18,7 @@ import pytest
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.read import parse_line
 from fsdp2kit.report.serve import FollowedRuns, Follower, PageServer, build_server
-from tests.report.runs import record, write_run
+from tests.report.helpers import record, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

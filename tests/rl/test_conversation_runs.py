@@ -13,10 +13,10 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.environments.conversations import check_environment
 from fsdp2kit.run import load
-from tests.rl.games import MODEL, random_plays, write_game, write_tokenizer
-from tests.rl.runs import numbers, run, run_recipe
-from tests.rl.test_vllm import figures, free_port, path_in_environment, vllm_server
-from tests.workers import WorkerPool
+from tests.rl.helpers.games import MODEL, random_plays, write_game, write_tokenizer
+from tests.rl.helpers.runs import numbers, run, run_recipe
+from tests.rl.helpers.vllm import figures, free_port, path_in_environment, vllm_server
+from tests.support.workers import WorkerPool
 
 MESHES = {"dp": (2, ()), "cp": (2, ("mesh.cp=2",)), "tp": (2, ("rollout.tp=2",))}
 # Random weights end a turn seldom; these options let them, and keep rounding out of what they sample.

@@ -19,7 +19,7 @@ from fsdp2kit.rl.engines.engine import Request, Response, RolloutEngine
 from fsdp2kit.rl.environments.conversations import Conversations
 from fsdp2kit.rl.environments.environments import Environments
 from fsdp2kit.rl.prompts import Question
-from tests.data.families import FAMILIES, glm4, tokenizer_of
+from tests.data.helpers.families import FAMILIES, glm4, tokenizer_of
 
 ENVIRONMENTS = '''
 import asyncio, os, sys, threading, time

@@ -18,28 +18,11 @@ from fsdp2kit.rl.engines.engine import Request
 from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.rl.packing import pack
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.parallel.jobs import Case, build
-from tests.reference import DEMO, IS_5_17, full, tiny_model
-from tests.rl.made_up import make_rollouts, plain_log_probs
-from tests.workers import WorkerPool
-
-STOPS = (3, 9, 20, 41, 66, 77, 90, 103)
-
-
-def engine_of(model: Any, **options: Any) -> TransformersEngine:
-    section = RLConfig.model_validate({"recipe": "x", "reward": [{"function": "a:b"}], "rollout": options}).rollout
-    engine = TransformersEngine(section, model.eval(), stops=STOPS, pad_id=0)
-    engine.version = 1
-    return engine
-
-
-def requests(*lengths: int, seed: int = 0) -> list[Request]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        Request(torch.randint(128, (length,), generator=generator).tolist(), (seed, at))
-        for at, length in enumerate(lengths)
-    ]
-
+from tests.rl.helpers.engines import STOPS, config_of, engine_of, requests
+from tests.rl.helpers.made_up import make_rollouts, plain_log_probs
+from tests.support.cases import Case, build
+from tests.support.models import IS_5_17, full, tiny_model
+from tests.support.workers import WorkerPool
 
 HYBRID = ["qwen3_moe", "lfm2", "qwen3_next", "nemotron_h", "gpt_oss", "gemma3n"]
 if not IS_5_17:  # which makes Falcon-H1's mask for another length
@@ -120,19 +103,6 @@ def test_tokens_are_drawn_from_the_models_distribution() -> None:
     assert common.sum() > 5
     chi = ((counts - 4000 * exact) ** 2 / (4000 * exact))[common].sum()
     assert chi < 2 * common.sum(), "about its degrees of freedom"
-
-
-def config_of(folder: Path, case: Case, **rollout: Any) -> RLConfig:
-    return RLConfig.model_validate(
-        {
-            **case.config(folder, steps=1, rows=2).model_dump(exclude={"data", "recipe"}),
-            "data": {"seq_len": 64},
-            "recipe": "x",
-            "reward": [{"function": "a:b"}],
-            "rollout": rollout,
-            "model": {"path": str(folder / case.kind), "tokenizer": str(DEMO / "tokenizer"), "attention": "sdpa"},
-        }
-    )
 
 
 def _trainer_and_engine(folder: Path, case: Case, tp: int) -> float:

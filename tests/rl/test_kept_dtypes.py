@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.engines.build import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.checkpoint.jobs import exported
-from tests.kept import kept_model
-from tests.parallel.jobs import Case, build
-from tests.reference import full
-from tests.rl.jobs import Engine, bits
-from tests.rl.test_engine import config_of
-from tests.workers import WorkerPool
+from tests.checkpoint.helpers import exported
+from tests.rl.helpers.engines import config_of
+from tests.rl.helpers.jobs import Engine, bits
+from tests.support.cases import Case, build
+from tests.support.kept_dtypes import kept_model
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 Found = dict[str, tuple[torch.dtype, np.ndarray]]
 

@@ -23,7 +23,7 @@ from fsdp2kit.rl.engines.server_engine import ServerEngine
 from fsdp2kit.rl.engines.sglang_server import SGLangServer
 from fsdp2kit.rl.engines.vllm_server import VLLMServer
 from fsdp2kit.rl.network_transport import LinkError, Meeting, NetworkReceiver, in_background, is_here, own_address
-from tests.rl.servers import (
+from tests.rl.helpers.servers import (
     OPTIONS,
     WEIGHTS,
     SGLangStandIn,

@@ -15,9 +15,9 @@ from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.prompts import digest_of
-from tests.data.templates import CHATML, make_tokenizer
-from tests.reference import DEMO
-from tests.rl.runs import prompts_of, write_toml
+from tests.data.helpers.templates import CHATML, make_tokenizer
+from tests.rl.helpers.runs import prompts_of, write_toml
+from tests.support.models import DEMO
 
 
 @pytest.fixture(scope="module")

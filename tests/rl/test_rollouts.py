@@ -42,10 +42,10 @@ from fsdp2kit.rl.sampling import Sampling
 from fsdp2kit.rl.scoring import Scoring
 from fsdp2kit.rl.state import RolloutState
 from fsdp2kit.run import load
-from tests.checkpoint.chaos import Doom, Harness
-from tests.reference import full
-from tests.rl.runs import numbers, prompts_of, run, run_recipe, write_toml
-from tests.workers import WorkerPool
+from tests.rl.helpers.runs import numbers, prompts_of, run, run_recipe, write_toml
+from tests.support.chaos import Doom, Harness
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 SAVES = ("checkpoint.every=1",)
 DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=2")

@@ -10,8 +10,7 @@ import pytest
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engines import server as clients
 from fsdp2kit.rl.engines.vllm_server import VLLMServer
-from tests.reference import full
-from tests.rl.servers import (
+from tests.rl.helpers.servers import (
     SGLangStandIn,
     StandIn,
     VLLMStandIn,
@@ -24,6 +23,7 @@ from tests.rl.servers import (
     serving,
     update,
 )
+from tests.support.models import full
 
 VLLM = pytest.mark.parametrize("server", [VLLMStandIn], indirect=True)
 SGLANG = pytest.mark.parametrize("server", [SGLangStandIn], indirect=True)

@@ -14,10 +14,19 @@ import pytest
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.engines import server as clients
 from fsdp2kit.rl.engines.engine import Request, Response
-from tests.reference import full
-from tests.rl.runs import run_recipe, write_toml
-from tests.rl.servers import VLLMStandIn, ask, check_responses, check_weights, engine_of, hangs, serving, update
-from tests.workers import WorkerPool
+from tests.rl.helpers.runs import run_recipe, write_toml
+from tests.rl.helpers.servers import (
+    VLLMStandIn,
+    ask,
+    check_responses,
+    check_weights,
+    engine_of,
+    hangs,
+    serving,
+    update,
+)
+from tests.support.models import full
+from tests.support.workers import WorkerPool
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 
 from fsdp2kit.config.sections.weight_sync import WeightSyncConfig
 from fsdp2kit.rl.engines.sglang_server import serialize
-from tests.rl.servers import WEIGHTS, SGLangStandIn, bucket, decode, engine_of, serving
-from tests.workers import FORKS
+from tests.rl.helpers.servers import WEIGHTS, SGLangStandIn, bucket, decode, engine_of, serving
+from tests.support.workers import FORKS
 
 
 def _read(connection: Any) -> None:

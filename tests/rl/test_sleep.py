@@ -11,11 +11,11 @@ import torch
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
-from tests.lagging_copies import LaggingCopies
-from tests.parallel.jobs import Case
-from tests.reference import full, needs_torchao, tiny_model_dir, write_adapter
-from tests.rl.jobs import asleep, naps
-from tests.workers import WorkerPool
+from tests.rl.helpers.jobs import asleep, naps
+from tests.support.cases import Case
+from tests.support.lagging_copies import LaggingCopies
+from tests.support.models import full, needs_torchao, tiny_model_dir, write_adapter
+from tests.support.workers import WorkerPool
 
 CASES = [
     (Case("smollm2", 3, 1, fsdp=(("param_dtype", "bfloat16"),)), "adamw"),  # uneven shards

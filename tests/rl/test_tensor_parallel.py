@@ -22,11 +22,11 @@ from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.engines.build import build_engine
 from fsdp2kit.rl.engines.engine import Response
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.parallel.jobs import Case, build
-from tests.reference import full, slow, tiny_model
-from tests.rl.jobs import bits, change
-from tests.rl.test_engine import STOPS, config_of, engine_of, requests
-from tests.workers import WorkerPool
+from tests.rl.helpers.engines import STOPS, config_of, engine_of, requests
+from tests.rl.helpers.jobs import bits, change
+from tests.support.cases import Case, build
+from tests.support.models import full, slow, tiny_model
+from tests.support.workers import WorkerPool
 
 
 def _synced_engine(

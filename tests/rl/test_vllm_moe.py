@@ -11,11 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.reference import DEMO
-from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server, write_run
-from tests.runs import run_recipe
-from tests.test_vllm_serves import greedy, tune
-from tests.workers import WorkerPool
+from tests.rl.helpers.vllm import (
+    GREEDY,
+    assert_greedy,
+    free_port,
+    greedy,
+    path_in_environment,
+    tune,
+    vllm_server,
+    write_run,
+)
+from tests.support.models import DEMO
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import dcp_to_hf
 
 

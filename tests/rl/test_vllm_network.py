@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.cluster.hosts import Hold, Hosts, Job, _be_rank, two_hosts
-from tests.rl.test_vllm import GREEDY, asking, check_cycles, figures, path_in_environment, vllm_server, write_run
-from tests.workers import FORKS
+from tests.cluster.helpers import Hold, Hosts, Job, _be_rank, two_hosts
+from tests.rl.helpers.vllm import GREEDY, asking, check_cycles, figures, path_in_environment, vllm_server, write_run
+from tests.support.workers import FORKS
 
 PORT = 8321
 # The trainer's own ranks talk over the loopback device, and the weights' group finds the cable by itself.

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.weight_sync import _plan
 from fsdp2kit.weights.record import weights_of
-from tests.parallel.jobs import Case
-from tests.reference import _SIZES, full, slow, tiny_model_dir, write_adapter
-from tests.rl.jobs import bits, broken, change, cost, send_and_wait, synced
-from tests.workers import FORKS, WorkerPool
+from tests.rl.helpers.jobs import bits, broken, change, cost, send_and_wait, synced
+from tests.support.cases import Case
+from tests.support.models import _SIZES, full, slow, tiny_model_dir, write_adapter
+from tests.support.workers import FORKS, WorkerPool
 
 HYBRID = (("strategy", "hybrid_shard"),)
 KIB = 2**-10

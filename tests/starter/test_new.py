@@ -23,9 +23,9 @@ from fsdp2kit.starter.machine import bfloat16_speedup, launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
 from recipes import sft
-from tests.reference import demo_model_dir, needs_integers
-from tests.runs import run_recipe
-from tests.workers import WorkerPool
+from tests.support.models import demo_model_dir, needs_integers
+from tests.support.runs import run_recipe
+from tests.support.workers import WorkerPool
 from tools import new
 
 MARKS = {"qlora": (needs_integers,)}

@@ -46,8 +46,9 @@ from fsdp2kit.train.micro_batch import items_of_rows
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.weights.modules import cast_model
-from tests.parallel.jobs import Case
-from tests.reference import (
+from tests.recipes.helpers import PAIRS
+from tests.support.cases import Case
+from tests.support.models import (
     DEMO,
     DEMO_VOCABULARY,
     VOCABULARY,
@@ -60,9 +61,8 @@ from tests.reference import (
     tiny_model,
     tiny_model_dir,
 )
-from tests.runs import resume, runner, write_run
-from tests.test_dpo import PAIRS
-from tests.workers import WorkerPool
+from tests.support.runs import resume, runner, write_run
+from tests.support.workers import WorkerPool
 
 WEIGHT, LR = 0.5, 1e-3  # so heavy that the loss of the load is a large part of the gradients
 AUX = {"balance": "aux", "aux_weight": WEIGHT}

@@ -15,9 +15,9 @@ from fsdp2kit.objectives.reference import build_reference
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.train.evaluation import build_evaluation, generate
-from tests.parallel.jobs import Case
-from tests.reference import make_batches, make_rows, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case
+from tests.support.models import make_batches, make_rows, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 DROPOUT, PROMPT, NEW = 0.5, [5, 17, 99, 3, 42], 8
 HELD_OUT, EVALUATED = 3, 2  # batches

@@ -21,11 +21,11 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import make_batches
 from fsdp2kit.train import step as training_step
 from fsdp2kit.train.step import next_batch
-from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
-from tests.parallel.jobs import Case, step
-from tests.reference import LENGTH, VOCABULARY, needs_torchao, tiny_model, tiny_model_dir
-from tests.train.test_source_loss import mixed_loader
-from tests.workers import WorkerPool
+from tests.support.cases import Case, step
+from tests.support.host_syncs import HostSyncs, count_host_syncs, host_tensors
+from tests.support.models import LENGTH, VOCABULARY, needs_torchao, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
+from tests.train.helpers import mixed_loader
 
 CPU = torch.device("cpu")
 STEPS = 2

@@ -41,11 +41,11 @@ from fsdp2kit.train import saving
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, is_due, next_batch
-from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
-from tests.reference import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
-from tests.traffic import count_traffic
-from tests.train.test_wiring import Evaluates, config_of
-from tests.workers import WorkerPool
+from tests.support.cases import Case, Recorder, Saves, build, run_cases, run_loop
+from tests.support.models import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
+from tests.support.traffic import count_traffic
+from tests.support.workers import WorkerPool
+from tests.train.helpers import Evaluates, config_of
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests
 

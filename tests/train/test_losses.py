@@ -11,18 +11,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.train import step as losses
-from tests.optim import jobs
-from tests.workers import WorkerPool
+from tests.optim import helpers
+from tests.support.workers import WorkerPool
 
 
 def norms_of_shards(replicate: int, shard: int, dtype: torch.dtype) -> dict[str, float]:
     """The gradients' norm in each way."""
-    net = jobs.make_net().to(dtype)
+    net = helpers.make_net().to(dtype)
     mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
     fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
     for name, parameter in net.named_parameters():
         assert isinstance(parameter, DTensor)
-        gradient = jobs.gradients(0)[name].to(dtype)
+        gradient = helpers.gradients(0)[name].to(dtype)
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
     found = {"cpu": losses.gradient_norm(net).item()}
     with mock.patch.object(losses, "any", return_value=False, create=True):  # "no gradient is on a CPU"
@@ -36,7 +36,7 @@ def test_the_norm_of_shards_is_that_of_whole_gradients(
     replicate: int, shard: int, dtype: torch.dtype, pool: WorkerPool
 ) -> None:
     """In float32 also where gradients are not, as those of `fsdp.storage_dtype` are."""
-    gradients = [gradient.to(dtype) for gradient in jobs.gradients(0).values()]
+    gradients = [gradient.to(dtype) for gradient in helpers.gradients(0).values()]
     whole = float(torch.cat([gradient.flatten() for gradient in gradients]).double().norm())
     for found in pool.run(replicate * shard, norms_of_shards, replicate, shard, dtype):
         assert found == pytest.approx({"cpu": whole, "cuda": whole}, rel=1e-5)

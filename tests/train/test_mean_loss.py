@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 import fsdp2kit as fk
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import start
-from tests.reference import demo_model_dir
-from tests.test_face import DEMO, EXAMPLES, ROOT, lines_of
-from tests.workers import WorkerPool
+from tests.docs.helpers import EXAMPLES, lines_of
+from tests.support.models import demo_model_dir
+from tests.support.runs import DEMO
+from tests.support.workers import ROOT, WorkerPool
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 [README_LOOP] = [

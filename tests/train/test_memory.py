@@ -12,7 +12,7 @@ import torch
 from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.train import throughput as memory
 from fsdp2kit.train.throughput import PHASES, PhaseMemory, Throughput, peak_memory_bytes
-from tests.workers import WorkerPool
+from tests.support.workers import WorkerPool
 
 CPU = torch.device("cpu")
 BLOCK = 256 * 2**20
@@ -86,7 +86,7 @@ def record_of(rank_blocks: list[int]) -> tuple[dict[str, Any], int, dict[str, in
     """A record, the collectives that it took, and this rank's own peaks."""
     import torch.distributed as dist
 
-    from tests.traffic import count_traffic
+    from tests.support.traffic import count_traffic
 
     throughput = Throughput(ModelFlops(1, 1), device=CPU, world_size=dist.get_world_size(), memory_by_phase=True)
     throughput.memory.end(None)

@@ -16,38 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import StorageFailure
-from fsdp2kit.job.events import Events
-from fsdp2kit.job.progress import Progress
-from fsdp2kit.model.flops import ModelFlops
-from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
-
-
-def build(
-    run_dir: Path,
-    *,
-    resume_step: int = 0,
-    is_main: bool = True,
-    wandb_id: str | None = None,
-    mode: str = "disabled",
-    total_steps: int = 100,
-    closing: contextlib.ExitStack | None = None,
-    sections: dict[str, Any] | None = None,
-) -> Metrics:
-    job: Any = SimpleNamespace(
-        run_dir=run_dir,
-        is_main=is_main,
-        world=SimpleNamespace(device=torch.device("cpu"), size=1),
-        environment={},
-        events=Events(),
-        closing=closing or contextlib.ExitStack(),
-    )
-    plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
-    config = TrainingConfig.model_validate({"recipe": "none", "wandb": {"mode": mode}, **(sections or {})})
-    progress = Progress(step=resume_step, wandb_id=wandb_id)
-    return build_metrics(config, job=job, plan=plan, progress=progress, total_steps=total_steps)
-
+from fsdp2kit.train.metrics import Console, Metrics, format_record, move_aside
+from tests.train.helpers import build
 
 NO_THROUGHPUT: Any = None  # for metrics that count no steps
 

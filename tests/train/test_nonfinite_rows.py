@@ -16,8 +16,8 @@ from fsdp2kit.console import row_numbers, rows_text
 from fsdp2kit.errors import NonFiniteFailure
 from fsdp2kit.run import load
 from fsdp2kit.train.step import nonfinite_packs
-from tests.checkpoint.test_chaos import TOML
-from tests.workers import WorkerPool, run_command
+from tests.support.short_run import TOML
+from tests.support.workers import WorkerPool, run_command
 from tools import preview
 
 

@@ -15,7 +15,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.train import out_of_memory
 from fsdp2kit.train.out_of_memory import Alive, diagnosis, explain_out_of_memory
 from fsdp2kit.train.step import next_batch
-from tests.planner.models import LLAMA_8B, config_of
+from tests.planner.helpers.models import LLAMA_8B, config_of
 
 GIB = 2**30
 

@@ -20,9 +20,9 @@ from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train.profiling import StepProfiler
-from tests.parallel.jobs import Case, Recorder, build, run_loop
-from tests.reference import make_batches, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case, Recorder, build, run_loop
+from tests.support.models import make_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 
 def train(section: ProfileConfig, trace_dir: Path, *, steps: int, rank: int = 0, first_step: int = 1) -> list[int]:

@@ -18,10 +18,10 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.run import load
 from fsdp2kit.train.evaluation import Evaluation, build_evaluation, generate, prompt_ids
-from tests.data.templates import CHATML, LLAMA3, make_tokenizer
-from tests.parallel.jobs import Case
-from tests.reference import full, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.data.helpers.templates import CHATML, LLAMA3, make_tokenizer
+from tests.support.cases import Case
+from tests.support.models import full, tiny_model_dir
+from tests.support.workers import WorkerPool
 
 PROMPT, NEW = [5, 17, 99, 3, 42], 70  # answers longer than the block of 64 by which rows grow
 CASES = [

@@ -10,33 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2kit.data.build import Prefetch
-from fsdp2kit.data.loader import Loader, Share, build_loader
+from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
 from fsdp2kit.train.metrics import RECORD_KEYS
 from fsdp2kit.train.step import MetricNames, Objective, cross_entropy, pack_sums, unpack_sums
-from tests.data.test_properties import as_documents
-from tests.parallel.jobs import Case, Recorder, build, run_loop
-from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
-from tests.workers import WorkerPool
-
-NAMES = ("code", "chat", "rare")
-GLOBAL = 4
-
-
-def mixed_loader(*, micro: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-    """Three sources of documents of many lengths; a global batch holds rows of two or three of them."""
-    generator, sources = torch.Generator().manual_seed(0), []
-    for source, count in enumerate((20, 12, 2)):
-        rows = []
-        for number in range(count):
-            ids = torch.randint(VOCABULARY, (5 + 7 * number % 23,), generator=generator).tolist()
-            rows.append([(token, at % (2 + source) > 0) for at, token in enumerate(ids)])
-        sources.append(as_documents(rows))
-    share = Share(LENGTH, GLOBAL, micro, dp_rank, dp_size)
-    return build_loader(sources, share=share, pack=True, shuffle=True, seed=1, names=NAMES, epochs=[1.0] * 3)
+from tests.data.helpers.documents import as_documents
+from tests.support.cases import Case, Recorder, build, run_loop
+from tests.support.models import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
+from tests.support.workers import WorkerPool
+from tests.train.helpers import GLOBAL, NAMES, mixed_loader
 
 
 def run(folder: Path, case: Case, steps: int, objective: Objective = cross_entropy) -> list[dict[str, Any]]:

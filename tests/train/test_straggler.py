@@ -12,10 +12,10 @@ import torch.distributed as dist
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train.step import cross_entropy
 from fsdp2kit.train.throughput import find_straggler
-from tests.parallel.jobs import Case, Recorder, build, run_loop
-from tests.reference import make_batches, tiny_model_dir
-from tests.train.test_wiring import config_of
-from tests.workers import WorkerPool
+from tests.support.cases import Case, Recorder, build, run_loop
+from tests.support.models import make_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
+from tests.train.helpers import config_of
 
 SLOW, SLEEP, STEPS = 1, 0.6, 4
 

@@ -16,7 +16,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.train.trackers import Guarded, start_trackers
-from tests.train.test_metrics import build
+from tests.train.helpers import build
 
 VALUES = {"recipe": "none", "model": {"config": {"model_type": "llama"}, "weights": "random"}, "train": {"steps": 1}}
 SAMPLES = [{"prompt": "Wet?", "answer": "Yes, and rain."}]

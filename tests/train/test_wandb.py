@@ -15,7 +15,7 @@ from fsdp2kit.config.sections.wandb import has_login
 from fsdp2kit.errors import UserError
 from fsdp2kit.train import wandb_run
 from fsdp2kit.train.wandb_run import WandbRun, start_wandb
-from tests.train.test_metrics import build
+from tests.train.helpers import build
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.progress import Progress
@@ -20,40 +19,15 @@ from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.train import profiling, saving, throughput
 from fsdp2kit.train.saving import NoCheckpoints
 from fsdp2kit.train.step import cross_entropy
-from tests.parallel.jobs import Case, Recorder, Saves, build, run_loop
-from tests.reference import make_batches, tiny_model_dir
-from tests.workers import WorkerPool
+from tests.support.cases import Case, Recorder, Saves, build, run_loop
+from tests.support.models import make_batches, tiny_model_dir
+from tests.support.workers import WorkerPool
+from tests.train.helpers import Evaluates, config_of
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("smollm2", tmp_path_factory.mktemp("models")).parent
-
-
-def config_of(
-    folder: Path, case: Case, *, steps: int = 2, rows: int = 4, **sections: dict[str, Any]
-) -> TrainingConfig:
-    """The case's config with other values in its sections."""
-    config = case.config(folder, steps=steps, rows=rows)
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=changed)
-
-
-class Evaluates:
-    """An evaluation that finds these losses, in turn; ``attributes`` are what else the loop asks it for."""
-
-    def __init__(
-        self, losses: Iterable[float], on_call: Callable[[], object] = lambda: None, **attributes: Any
-    ) -> None:
-        self._losses, self._on_call = iter(losses), on_call
-        vars(self).update(attributes)
-
-    def __call__(self) -> dict[str, float]:
-        self._on_call()
-        return {"eval_loss": next(self._losses)}
-
-    def answers(self) -> list[Any]:
-        return []
 
 
 class Padded(DealtOut):
