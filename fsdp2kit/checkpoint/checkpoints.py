@@ -55,8 +55,8 @@ from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, ra
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.weights import parts
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.recorded_parts import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -392,7 +392,7 @@ class Checkpoints:
         dtype = self.export_dtype or "float32"
         began = time.monotonic()
         try:
-            recorded = self.environment.get(parts.RECORD, {}).get("directory")
+            recorded = self.environment.get(RECORD, {}).get("directory")
             parts_dir = Path(recorded) if recorded else None
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
         except Stopped:  # on all ranks

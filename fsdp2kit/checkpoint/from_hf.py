@@ -30,6 +30,7 @@ from fsdp2kit.weights import parts
 from fsdp2kit.weights.load import StoredTensor, open_pretrained
 from fsdp2kit.weights.modules import cast_model
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.recorded_parts import RECORD as RECORD_OF_PARTS
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -85,7 +86,7 @@ def write_weights(
     config_dir = Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    beside = {parts.RECORD: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
+    beside = {RECORD_OF_PARTS: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)

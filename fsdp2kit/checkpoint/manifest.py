@@ -20,7 +20,7 @@ from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace
 from fsdp2kit.files.redaction import cleaned
 from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.weights.parts import RecordedParts
+from fsdp2kit.weights.recorded_parts import RecordedParts
 
 _T = TypeVar("_T")
 

@@ -23,6 +23,7 @@ from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.weights import parts
 from fsdp2kit.weights.record import own_class, source_of, weights_of
+from fsdp2kit.weights.recorded_parts import RECORD
 
 
 class RunJob(Protocol):
@@ -82,7 +83,7 @@ def build_checkpoints(
             check_same_base(adapter.directory, identity["model.weights"])
         beside: dict[str, Any] = {}
         if source.whole is not None and source.directory is not None:
-            beside[parts.RECORD] = parts.parts_record(source.directory)
+            beside[RECORD] = parts.parts_record(source.directory)
         if rank() == 0:
             assets.prepare()
     check_alike(identity)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,8 @@ from transformers import PreTrainedModel
 from fsdp2kit.errors import UserError
 from fsdp2kit.weights.conversion import find_others, find_sources
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.recorded_parts import RECORD
 from fsdp2kit.weights.stored import meta_of, open_safetensors, safetensors_files, usual_dtype, weights_digest
-
-RECORD = "carried"
-"""The key of `parts_record` in a manifest's environment."""
-
-
-@dataclass(frozen=True)
-class RecordedParts:
-    """What a manifest's environment says of other parts; the field has the name `RECORD`."""
-
-    carried: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

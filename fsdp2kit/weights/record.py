@@ -108,7 +108,7 @@ class Weights:
         wanted = self.dtypes(dtype)
         return {name for name in names if wanted.get(base_name(name) or "") == torch.float32}
 
-    def manifest_fields(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def manifest_fields(self, names: Iterable[str]) -> dict[str, Any]:
         """What a manifest says of the tensors ``names``: fields of `fsdp2kit.checkpoint.manifest.Manifest`.
 
         An export cannot ask a class that transformers does not know, so ``kept_in_float32`` has for each dtype of an

@@ -80,7 +80,7 @@ def test_layers_that_cannot_be_adapted_are_left_out_or_refused(
     model: Any, adapted: set[str], refused: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     section = section_of(model, tmp_path)
-    adapter = weights_of(build_model(section, lora=LoraSection(rank=4)).adapter)
+    adapter = weights_of(build_model(section, lora=LoraSection(rank=4))).adapter
     assert adapter is not None
     assert {name.rpartition(".")[2] for name in adapter.layers} == adapted
     with pytest.raises(UserError, match=says):
