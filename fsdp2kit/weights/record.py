@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers
@@ -54,6 +54,16 @@ class ModelSource:
             return "float32"
         dtype = getattr(self.config, "dtype", None)
         return str(dtype).removeprefix("torch.") if self.path is not None and dtype is not None else "float32"
+
+
+class ManifestFields(TypedDict):
+    """Fields of `fsdp2kit.checkpoint.manifest.Manifest`."""
+
+    tied: dict[str, str]
+    """`Weights.ties`."""
+    kept_in_float32: dict[str, list[str]]
+    """Dtype of an export → tensors that stay in float32 in it. Empty for a class of transformers', which an export can
+    ask, and with adapters."""
 
 
 @dataclass(eq=False)
@@ -108,12 +118,8 @@ class Weights:
         wanted = self.dtypes(dtype)
         return {name for name in names if wanted.get(base_name(name) or "") == torch.float32}
 
-    def manifest_fields(self, names: Iterable[str]) -> dict[str, Any]:
-        """What a manifest says of the tensors ``names``: fields of `fsdp2kit.checkpoint.manifest.Manifest`.
-
-        An export cannot ask a class that transformers does not know, so ``kept_in_float32`` has for each dtype of an
-        export the tensors that stay in float32. It is empty for other classes, and with adapters.
-        """
+    def manifest_fields(self, names: Iterable[str]) -> ManifestFields:
+        """What a manifest says of the tensors ``names``, since an export may not have the model's class."""
         return {"tied": self.ties, "kept_in_float32": self._untold_in_float32(names)}
 
     def _untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
