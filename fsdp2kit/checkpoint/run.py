@@ -20,6 +20,7 @@ from fsdp2kit.data.contents import Content
 from fsdp2kit.job.distributed import agreement, rank
 from fsdp2kit.job.events import Events
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.weights import parts
 from fsdp2kit.weights.record import own_class, source_of, weights_of
@@ -104,7 +105,7 @@ def build_checkpoints(
         source_dtype=source.dtype,
         read=[source.directory, *models.values(), None if adapter is None else adapter.directory],
         notes=notes,
-        can_answer=tokenizer is not None and not getattr(source.config, "auto_map", None),  # it runs no such code
+        can_answer=tokenizer is not None and not value_of(source.config, "auto_map"),  # it runs no such code
         total_steps=data.total_steps,
         events=job.events,
     )

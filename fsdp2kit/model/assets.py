@@ -19,6 +19,7 @@ from fsdp2kit.files.local import load_json, todo_of_cache
 from fsdp2kit.job.distributed import one_per_machine_first
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import changed_fields, config_text, with_old_rope
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.tokenizer_files import save_tokenizer, tokenizer_files
 from fsdp2kit.weights.adapters import CONFIG_NAME, Adapter
 
@@ -102,7 +103,7 @@ def save_assets(
     if adapter is not None:
         adapter.save(directory)
     if tokenizer is not None:
-        coded = config if getattr(config, "auto_map", None) else None
+        coded = config if value_of(config, "auto_map") else None
         save_tokenizer(tokenizer, directory, config=coded, has_processor=whole is not None)
     return notes
 

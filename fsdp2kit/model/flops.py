@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.weights.experts import expert_count, experts_per_token
 
 if TYPE_CHECKING:
@@ -155,21 +156,21 @@ def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
     Args:
         config: of the text model.
     """
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = value_of(config, "layer_types") or value_of(config, "layers_block_type")
     kinds = kinds or ["full_attention"] * config.num_hidden_layers
-    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
+    each = config.per_layer_config if value_of(config, "is_heterogeneous") else [config] * len(kinds)
     layers = enumerate(zip(each, kinds, strict=True))
     return {number: layer for number, (layer, kind) in layers if kind not in _WITHOUT_ATTENTION}
 
 
 def head_widths(config: PreTrainedConfig) -> tuple[int, int]:
     """Widths of a head's keys and of its values, which differ in latent attention (DeepSeek)."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
+    head_dim = value_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    return value_of(config, "qk_head_dim") or head_dim, value_of(config, "v_head_dim") or head_dim
 
 
 def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
-    heads = getattr(config, "num_attention_heads", 0)
+    heads = value_of(config, "num_attention_heads")
     if not heads:
         return 0.0  # Mamba, RWKV
     return 2.0 * sum(head_widths(config)) * heads

@@ -20,6 +20,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files.local import todo_of_cache
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.text_part import has_parts, is_made_here, know_causal_lm, text_config_of
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ def _check_decoder(config: PretrainedConfig, *, where: str, is_part: bool) -> No
     """
     architecture = next(iter(config.architectures or ()), None) or ""
     kind = None
-    if getattr(config, "is_encoder_decoder", False):
+    if value_of(config, "is_encoder_decoder"):
         kind = "an encoder-decoder model"
     elif any(hasattr(config, name) for name in ("vision_config", "audio_config", "speech_config")):
         kind = "a model of text and images, audio or video"
@@ -166,8 +167,9 @@ def _check_decoder(config: PretrainedConfig, *, where: str, is_part: bool) -> No
 def _check_heads(config: PretrainedConfig, *, where: str) -> None:
     """Refuse key and value heads that the query heads cannot share evenly; some attention kernels do not."""
     text = config.get_text_config()
-    for each in text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]:
-        heads, kv_heads = (getattr(each, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    for each in text.per_layer_config if value_of(text, "is_heterogeneous") else [text]:
+        heads = value_of(each, "num_attention_heads")
+        kv_heads = value_of(each, "num_key_value_heads")
         if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
             what = f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
             raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from fsdp2kit.model.inspect import value_of
 from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.whole import Whole, build_whole, refused
 
@@ -38,14 +39,14 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig | None:
 
     What stands in the whole's config alone, its dtype and whether the head is tied, is set in it.
     """
-    if getattr(config, "is_encoder_decoder", False) or not has_parts(vars(config)):
+    if value_of(config, "is_encoder_decoder") or not has_parts(vars(config)):
         return None
-    text = copy.deepcopy(getattr(config, "text_config", None))
+    text = copy.deepcopy(value_of(config, "text_config"))
     if not isinstance(text, PretrainedConfig):
         return None
     if config.dtype is not None:
         text.dtype = config.dtype
-    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+    text.tie_word_embeddings = bool(value_of(config, "tie_word_embeddings"))
     return text if know_causal_lm(text) else None
 
 

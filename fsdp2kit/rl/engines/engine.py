@@ -106,7 +106,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Episode:
     """What a response is made of that took turns with an environment (`fsdp2kit.rl.environments.conversations`)."""
 
     prompt: list[int]
@@ -136,7 +136,7 @@ class Response:
     """Each token's log-probability when it was sampled, at the sampling's temperature; 0 for an environment's."""
     is_whole: bool
     """A stop token ends it, and an environment its conversation; otherwise it was cut."""
-    conversation: Conversation | None = None
+    conversation: Episode | None = None
     """Where the response took turns with an environment."""
 
     @property
@@ -148,7 +148,7 @@ class Response:
     def from_dict(cls, values: Mapping[str, Any]) -> Response:
         """The response that `dataclasses.asdict` made into a dict."""
         conversation = values.get("conversation")
-        return cls(**{**values, "conversation": conversation and Conversation(**conversation)})
+        return cls(**{**values, "conversation": conversation and Episode(**conversation)})
 
 
 EngineMemory = Literal["weights", "cache"]

@@ -29,7 +29,7 @@ from fsdp2kit.data.tokens import Prompt, encode_text
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import agreement, gather_objects
 from fsdp2kit.model.tokenizer import build_tokenizer, turn_ends
-from fsdp2kit.rl.engines.engine import Conversation, Request, Response, RolloutEngine
+from fsdp2kit.rl.engines.engine import Episode, Request, Response, RolloutEngine
 from fsdp2kit.rl.environments.environments import Environments
 from fsdp2kit.rl.prompts import Question
 from fsdp2kit.rl.user_code import content_of_code
@@ -76,7 +76,7 @@ class _Talk:
         return Request([*self.prompt, *self.ids], seed, room=seq_len - len(self.prompt) - len(self.ids))
 
     def response(self) -> Response:
-        found = Conversation(self.prompt, self.asked, self.said, self.sampled, self.reward)
+        found = Episode(self.prompt, self.asked, self.said, self.sampled, self.reward)
         return Response(self.ids, self.log_probs, self.is_whole, found)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.sections.grpo import GRPOConfig
-from fsdp2kit.rl.engines.engine import Conversation, Response
+from fsdp2kit.rl.engines.engine import Episode, Response
 from fsdp2kit.rl.packing import Rollout
 
 MAX_NEW, TEMPERATURE = 12, 0.7
@@ -40,7 +40,7 @@ def make_rollouts(model: Any, vocabulary: int = 128, *, turns: bool = False) -> 
                 exact, _ = plain_log_probs(model, prompts[number], ids)
             near = exact + 0.3 * torch.randn(count, generator=generator)
             sampled = [count <= 4 or at not in (2, 3) for at in range(count)]
-            talk = Conversation(prompts[number], [], [], sampled, reward) if turns else None
+            talk = Episode(prompts[number], [], [], sampled, reward) if turns else None
             response = Response(ids, near.tolist(), is_whole=count < MAX_NEW, conversation=talk)
             rollouts.append(Rollout(number, response, (reward,)))
     return prompts, rollouts
