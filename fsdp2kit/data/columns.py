@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import TemplateSyntaxError, meta
 
 from fsdp2kit.config.data_formats import ASKED, COLUMNS, DataFormat
+from fsdp2kit.data.bounds import bounded
 from fsdp2kit.data.conversation import RowColumns
 from fsdp2kit.data.messages import messages_in
 from fsdp2kit.data.names import (
@@ -90,9 +91,9 @@ def _variables_of(tokenizer: Tokenizer) -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _variables_in(source: str) -> frozenset[str]:
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        found = meta.find_undeclared_variables(environment.parse(mark_answers(source) or source))
+        # In the bounded tree Jinja computes no constant: that of `10 ** 10 ** 12` would never end.
+        found = meta.find_undeclared_variables(bounded(mark_answers(source) or source))
     except TemplateSyntaxError:  # rendering reports it
         return frozenset()
     return frozenset(found - {"messages", "tools", "add_generation_prompt"})
