@@ -55,7 +55,7 @@ from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, ra
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import manifest_fields, weights_of
 from fsdp2kit.weights.recorded_parts import RECORD
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Checkpoints:
         """Whether the last export was left, because the run is asked to stop."""
         self._write_assets = write_assets
         self._tell = tell
-        self._facts = weights_of(model).manifest_fields(model.state_dict())
+        self._facts = manifest_fields(model)
         self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")

@@ -29,7 +29,7 @@ from fsdp2kit.model.hf_config import trained_config
 from fsdp2kit.weights import parts
 from fsdp2kit.weights.load import StoredTensor, open_pretrained
 from fsdp2kit.weights.modules import cast_model
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.recorded_parts import RECORD as RECORD_OF_PARTS
 
 
@@ -106,7 +106,7 @@ def write_weights(
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         (staging / RECORD).unlink()  # from here on it is nearly a checkpoint
         progress = asdict(Progress())
-        tied = weights_of(model).ties
+        tied = find_ties(model)
         manifest = Manifest(
             0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}, environment=beside
         )

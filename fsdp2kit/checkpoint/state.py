@@ -33,7 +33,7 @@ from fsdp2kit.weights.adapter_values import fill_adapter
 from fsdp2kit.weights.adapters import holds_factors
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
-from fsdp2kit.weights.record import source_of, weights_of
+from fsdp2kit.weights.record import find_ties, source_of, weights_of
 from fsdp2kit.weights.shards import fill_vocabulary, grown_tensors
 
 MODEL_PREFIX = "model."
@@ -227,7 +227,7 @@ def load_weights(path: str | Path, model: Any) -> None:
                 todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
-            keys = find_weights(path, shapes, tensors, tied=weights_of(model).ties, smaller=grown)
+            keys = find_weights(path, shapes, tensors, tied=find_ties(model), smaller=grown)
         as_stored = {name: tensor for name, tensor in tensors.items() if shapes[keys[name]] == tensor.shape}
         load_tensors(reader, {keys[name]: tensor for name, tensor in as_stored.items()})
         with agreement():
@@ -257,7 +257,7 @@ def stored_weights(checkpoint: Path, model: PreTrainedModel | None) -> tuple[dic
     if model is None:
         keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
     else:
-        tied = weights_of(model).ties
+        tied = find_ties(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
     metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}

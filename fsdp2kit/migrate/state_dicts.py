@@ -20,7 +20,7 @@ from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
 from fsdp2kit.weights.load import StoredTensor
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 
 # What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -52,7 +52,7 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
     model = model_of(config_dir)
     stored = weights_of(model).names.inner_keys(stored, source=source, others_from=config_dir)
-    tied = weights_of(model).ties
+    tied = find_ties(model)
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     part = _part_of_model(source, stored, names)
     keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)

@@ -154,7 +154,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     leaves = _take_experts(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
     _check_names(model, config)
-    tied = {name for pair in weights.ties.items() for name in pair}
+    tied = {name for pair in find_ties(model).items() for name in pair}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about ties and Conv1D, which `_check_layers` looks at
@@ -170,7 +170,6 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     replace_forward(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    weights.ties = find_ties(model)  # peft's wrappers change names
     weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.names)
     return weights.adapter
 

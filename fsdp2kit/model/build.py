@@ -32,7 +32,7 @@ from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config, load_hf_configs
 from fsdp2kit.model.text_part import attach_whole, text_config_of
 from fsdp2kit.model.tokenizer import added_beyond, build_tokenizer, new_tokens
-from fsdp2kit.weights.record import ModelSource, weights_of
+from fsdp2kit.weights.record import ModelSource, find_ties, weights_of
 from fsdp2kit.weights.stored import check_indexes
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def build_model(
         if markers and not _trains_vocabulary(model):
             what = f"adds {len(markers)} tokens, for which the model that is frozen beside adapters has no rows"
             todo = "use a template without new tokens, or give a model and tokenizer that have them"
-            if not weights_of(model).ties:
+            if not find_ties(model):
                 todo = f"train the embedding and the head (lora.modules_to_save = {_ends(model)}), or {todo}"
             raise UserError("model.chat_template", what, todo)
     if whole is not None and directory is not None and section.weights != "pretrained":
@@ -273,7 +273,7 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
     Args:
         whole_device: for parameters and buffers that are not sharded; by default ``device``.
     """
-    ties = weights_of(model).ties
+    ties = find_ties(model)
     # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forget ties.
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     others = whole_device or device

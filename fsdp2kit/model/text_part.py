@@ -135,7 +135,7 @@ def attach_whole(model: PreTrainedModel, config: PretrainedConfig) -> None:
     found = Whole(whole, tuple(pairs), config)
     ties = {found.inner(alias): found.inner(name) for alias, name in find_ties(whole).items()}
     ties = {alias: name for alias, name in ties.items() if alias is not None or name is not None}
-    if ties != weights_of(model).ties or any(found.outer(name) is None for name in model.state_dict()):
+    if ties != find_ties(model) or any(found.outer(name) is None for name in model.state_dict()):
         raise refused(type(whole), f"it has, or ties, other tensors than {type(model).__name__}")
     weights_of(model).names = found
 

@@ -21,7 +21,7 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, shard_dim
 from fsdp2kit.weights.modules import base_module
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ def _by_size(model: nn.Module, min_params: int, uncalled: Collection[str]) -> It
     Not a unit: a list or dict of modules, which has no forward to gather parameters for; a module that is never
     called; and one that shares a parameter with a module outside of it. The module around them has their parameters.
     """
-    shared = set(weights_of(model).ties) | set(weights_of(model).ties.values())
+    shared = set(find_ties(model)) | set(find_ties(model).values())
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
         """Units inside ``module``, itself among them, each with its parameters."""
@@ -440,7 +440,7 @@ def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]
     if all(parameter.requires_grad for parameter in model.parameters()):
         return
 
-    tied = {name.rpartition(".")[0] for pair in weights_of(model).ties.items() for name in pair}
+    tied = {name.rpartition(".")[0] for pair in find_ties(model).items() for name in pair}
 
     def visit(name: str, module: nn.Module) -> Iterator[str]:
         parameters = list(module.parameters())
@@ -461,7 +461,7 @@ def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]
 
 def _check_shared(model: nn.Module, units: set[str]) -> None:
     """Refuse a parameter in two units, which would fail in the first forward."""
-    for alias, name in weights_of(model).ties.items():
+    for alias, name in find_ties(model).items():
         if _unit_of(alias, units) != _unit_of(name, units):
             raise UserError(
                 f"model {type(model).__name__}",

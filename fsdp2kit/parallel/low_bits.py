@@ -26,7 +26,7 @@ from fsdp2kit.parallel.fsdp import layers_by_dtype
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from fsdp2kit.weights.adapters import base_name
 from fsdp2kit.weights.experts import are_experts, expert_weights, unlike_experts
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 
 _MULTIPLE = 16
 """Float8 kernels want inner and outer dimensions divisible by this."""
@@ -232,7 +232,7 @@ def _choose_layers(
     Left out are routers of a mixture of experts, layers that are more than a matmul, layers whose weight another
     module reads, and those for which one of ``reasons`` holds.
     """
-    tied = {name.removesuffix(".weight") for pair in weights_of(model).ties.items() for name in pair}
+    tied = {name.removesuffix(".weight") for pair in find_ties(model).items() for name in pair}
     hf_config = model.config.get_text_config().to_dict()
     # The numbers of experts, under any name; none without experts.
     expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}

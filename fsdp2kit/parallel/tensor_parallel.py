@@ -20,7 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import world_size
 from fsdp2kit.job.mesh import device_mesh
 from fsdp2kit.model.inspect import value_of
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 
 
 def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
@@ -48,7 +48,7 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
         The mesh of this rank and those it shares the model with.
     """
     mesh = device_mesh(device.type, {"pp": 1, "fsdp": world_size() // tp, "tp": tp})
-    ties = weights_of(model).ties
+    ties = find_ties(model)
     plan = dict(model.tp_plan)
     for alias, name in ties.items():
         # transformers splits before it ties: both have to be split alike, or neither.

@@ -28,7 +28,7 @@ from fsdp2kit.torch_compat import all_gather_single, local_slices
 from fsdp2kit.weights.adapters import ADAPTER, Adapter, base_name, merged_weight
 from fsdp2kit.weights.entries import WeightEntry, entries
 from fsdp2kit.weights.modules import build_skeleton
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 
 
 def sync_weights(
@@ -152,7 +152,7 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         # A module that an adapter trains whole is there twice: the trained copy counts.
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
-    ties = weights_of(model).ties
+    ties = find_ties(model)
     tensors = {name: found[name] for name in skeleton.state_dict() if name not in ties}
     groups = []
     for entry in entries(skeleton, tensors, dtype):

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from fsdp2kit.weights.modules import build_skeleton
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.whole import OWN_NAMES, FileNames
 
 
@@ -123,7 +123,7 @@ def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[T
         source = found.setdefault(name, TensorSource(name, None if pattern is None else by_pattern[pattern]))
         source.stored.append((key, pattern or key))
     # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
-    for alias, name in weights_of(model).ties.items():
+    for alias, name in find_ties(model).items():
         source = found.pop(alias, None)
         if source is not None and name not in found:
             source.name = name

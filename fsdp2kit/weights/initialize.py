@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.torch_compat import tree_leaves
 from fsdp2kit.weights.adapter_values import fill_adapter
 from fsdp2kit.weights.modules import base_tensors, build_skeleton, packed_weights
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 from fsdp2kit.weights.seeds import seed_by_name, unset
 from fsdp2kit.weights.shards import copy_part
 
@@ -35,7 +35,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     skeleton = build_skeleton(model)
     targets = base_tensors(model)
     quantized = packed_weights(model)
-    wanted = targets.keys() - weights_of(model).ties.keys()
+    wanted = targets.keys() - find_ties(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
     for name, recurse in _parts(skeleton, calls):
         part = skeleton.get_submodule(name)

@@ -25,7 +25,7 @@ from fsdp2kit.job.distributed import local_part
 from fsdp2kit.weights.adapter_values import fill_adapter
 from fsdp2kit.weights.conversion import TensorSource, find_sources
 from fsdp2kit.weights.modules import base_tensors, build_skeleton, packed_weights
-from fsdp2kit.weights.record import source_of, weights_of
+from fsdp2kit.weights.record import find_ties, source_of, weights_of
 from fsdp2kit.weights.shards import copy_part, fill_vocabulary, grown_tensors, row_blocks, vocabulary_tensors
 from fsdp2kit.weights.stored import open_safetensors, safetensors_files, some
 
@@ -55,7 +55,7 @@ def load_pretrained(
     skeleton = build_skeleton(model)  # conversions look names up in it
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     grown, new = grown_tensors(model)
-    size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - weights_of(model).ties.keys())
+    size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - find_ties(model).keys())
     paths = safetensors_files(directory)
     with open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
         for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
@@ -130,7 +130,7 @@ def _checked_sources(
     """
     sources, unexpected = find_sources(model, stored)
     targets = base_tensors(model).keys()
-    missing = targets - weights_of(model).ties.keys()
+    missing = targets - find_ties(model).keys()
     for source in sources:
         missing -= source.targets(targets)
     kind = type(model).__name__

@@ -60,7 +60,7 @@ class ManifestFields(TypedDict):
     """Fields of `fsdp2kit.checkpoint.manifest.Manifest`."""
 
     tied: dict[str, str]
-    """`Weights.ties`."""
+    """`find_ties`."""
     kept_in_float32: dict[str, list[str]]
     """Dtype of an export → tensors that stay in float32 in it. Empty for a class of transformers', which an export can
     ask, and with adapters."""
@@ -70,11 +70,9 @@ class ManifestFields(TypedDict):
 class Weights:
     """What is known of a model's tensors beside their values; see `weights_of`."""
 
-    ties: dict[str, str]
-    """``{alias: canonical name}`` for every parameter that is known under more than one name."""
-    kind: Any = None
+    kind: Any
     """The model's class, before `fully_shard` put its own in front."""
-    config: Any = None
+    config: Any
     """The model's own config."""
     source: ModelSource | None = None
     """Where the model comes from; None for one that `build_model` did not make."""
@@ -118,11 +116,8 @@ class Weights:
         wanted = self.dtypes(dtype)
         return {name for name in names if wanted.get(base_name(name) or "") == torch.float32}
 
-    def manifest_fields(self, names: Iterable[str]) -> ManifestFields:
-        """What a manifest says of the tensors ``names``, since an export may not have the model's class."""
-        return {"tied": self.ties, "kept_in_float32": self._untold_in_float32(names)}
-
-    def _untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
+    def untold_in_float32(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """`ManifestFields.kept_in_float32` of the tensors ``names``."""
         is_asked = not issubclass(self.kind, PreTrainedModel) or hasattr(transformers, self.kind.__name__)
         if self.adapter is not None or is_asked:
             return {}
@@ -137,9 +132,15 @@ def weights_of(model: nn.Module) -> Weights:
     """
     found = vars(model).get(_ATTRIBUTE)
     if found is None:
-        found = Weights(find_ties(model), own_class(model), getattr(model, "config", None))
+        found = Weights(own_class(model), getattr(model, "config", None))
         vars(model)[_ATTRIBUTE] = found  # by `vars`, since a module types its attributes as tensors
     return found
+
+
+def manifest_fields(model: nn.Module) -> ManifestFields:
+    """What a manifest says of a model's tensors, since an export may not have the model's class."""
+    names = model.state_dict()
+    return {"tied": find_ties(model), "kept_in_float32": weights_of(model).untold_in_float32(names)}
 
 
 def source_of(model: nn.Module) -> ModelSource:
@@ -150,7 +151,7 @@ def source_of(model: nn.Module) -> ModelSource:
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
-    """`Weights.ties`, as a model's modules have them now."""
+    """``{alias: canonical name}`` for every parameter that a model has under more than one name now."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)
     return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}

@@ -25,7 +25,7 @@ from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import assert_same, flip, names, saved_alone, truncate
 from tests.support.models import full
@@ -64,7 +64,7 @@ def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
     tensors = optimizer_tensors(model, optimizer)
 
     assert "lm_head.weight" not in model_tensors(model)
-    assert weights_of(model).ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert find_ties(model) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert all(old is p.grad for old, p in zip(gradients, model.parameters(), strict=True))
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]

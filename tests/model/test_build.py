@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.weights.load import load_pretrained
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 from tests.support.models import TINY, make_rows, tiny_model, tiny_model_dir
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def _assert_equal_after_loading(path: Path) -> None:
     model = build_model(ModelConfig(path=str(path)))
     assert model.training
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert weights_of(model).ties == weights_of(expected).ties
+    assert find_ties(model) == find_ties(expected)
     materialize(model, device=torch.device("cpu"))
     assert decoder_layers(model) == list(model.base_model.layers)
     load_pretrained(model, path)
@@ -62,7 +62,7 @@ def _assert_equal_after_loading(path: Path) -> None:
     rotary = [m for m in model.modules() if hasattr(m, "attention_scaling")]
     plain = [m for m in expected.modules() if hasattr(m, "attention_scaling")]
     assert [m.attention_scaling for m in rotary] == [m.attention_scaling for m in plain]
-    assert weights_of(model).ties == weights_of(expected).ties
+    assert find_ties(model) == find_ties(expected)
     assert model.config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
     rows = make_rows(0)
     inputs = {"input_ids": rows.input_ids, "position_ids": rows.position_ids, "use_cache": False}

@@ -24,7 +24,7 @@ from fsdp2kit.weights.conversion import find_sources, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 from fsdp2kit.weights.stored import INDEX_NAME
 from tests.model.helpers import UNUSUAL, sharded
 from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
@@ -132,7 +132,7 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
 def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_config(kind))
     model.save_pretrained(tmp_path)
-    tensors = {name: t for name, t in model.state_dict().items() if name not in weights_of(model).ties}
+    tensors = {name: t for name, t in model.state_dict().items() if name not in find_ties(model)}
     groups = grouped_entries(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
     for group in groups:

@@ -32,7 +32,7 @@ from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_na
 from fsdp2kit.weights.conversion import find_sources, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.load import load_pretrained
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties, weights_of
 from tests.rl.helpers.runs import write_toml as write_rollouts
 from tests.support.cases import Case, run_cases
 from tests.support.models import VOCABULARY, beyond, full, plain_batches
@@ -311,7 +311,7 @@ def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> 
     model: Any = build_model(ModelConfig(path=str(path)))
     materialize(model, device=torch.device("cpu"))
     load_pretrained(model)
-    tensors = {name: one for name, one in model.state_dict().items() if name not in weights_of(model).ties}
+    tensors = {name: one for name, one in model.state_dict().items() if name not in find_ties(model)}
     back: dict[str, torch.Tensor] = {}
     for group in grouped_entries(model, {name: one.to("meta") for name, one in tensors.items()}):
         sent = to_file_names(model, {name: tensors[name] for name in group.tensors})

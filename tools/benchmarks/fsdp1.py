@@ -37,7 +37,7 @@ from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import ignored_modules, reshards_after_forward
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 from tools.benchmarks.handwritten import PlainLoop
 
 
@@ -109,7 +109,7 @@ def _wrap_policy(section: FSDPConfig, model: PreTrainedModel) -> Any:
             classes |= {type(layer) for layer in decoder_layers(model)}
         return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if classes else None
     # FSDP1 would wrap a module with one of two tied parameters, and then fail: such a module is not wrapped here.
-    shared = {name for pair in weights_of(model).ties.items() for name in pair}
+    shared = {name for pair in find_ties(model).items() for name in pair}
     whole = set()
     for name, module in model.named_modules():
         own = {key for key, _ in module.named_parameters(prefix=name, remove_duplicate=False)}

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Request, Response, RolloutEngine
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 from fsdp2kit.weights.conversion import TensorSource, find_sources
-from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.record import find_ties
 
 
 class TransformersEngine(RolloutEngine):
@@ -54,7 +54,7 @@ class TransformersEngine(RolloutEngine):
         self._batch_size = section.batch_size
         self._stops = tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
-        self._missing = set(model.state_dict()) - set(weights_of(model).ties)
+        self._missing = set(model.state_dict()) - set(find_ties(model))
         self._sources: dict[tuple[str, ...], list[TensorSource]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
         self._device = embedding.weight.device
