@@ -77,7 +77,10 @@ from __future__ import annotations
 import logging
 import os
 
-import lazy_loader
+try:
+    import lazy_loader
+except ModuleNotFoundError:  # in a server's environment, where the package is without its dependencies
+    lazy_loader = None
 
 __version__ = "0.1.0"
 
@@ -85,7 +88,8 @@ PARENT = os.getppid()
 """The parent process at start-up. Read here, because it may end during the seconds in which torch is imported."""
 
 # `__init__.pyi` has the names, for this, for type checkers and for tools/api.py.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+if lazy_loader is not None:
+    __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # transformers imports torchao if it is installed, and torchao logs which of its kernels this machine cannot load.
 # Nothing here uses those kernels, and a user's mistake must stay one line.

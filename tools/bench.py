@@ -78,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `tools` is no installed package
     from tools.benchmarks.harness import measure
 
     bench = getattr(importlib.import_module(f"tools.benchmarks.{COMMANDS[name]}"), f"bench_{name}")

@@ -154,8 +154,7 @@ def dcp_to_hf(
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
     checkpoint = to_path(checkpoint)
-    given = to_path(config_dir) if config_dir else None
-    with reading(checkpoint, given, group) as own_config_dir:
+    with reading(checkpoint, config_dir, group) as own_config_dir:
         with agreement(group):
             plan = plan_export(
                 checkpoint,
@@ -171,7 +170,7 @@ def dcp_to_hf(
 
 @contextlib.contextmanager
 def reading(
-    checkpoint: Path, config_dir: Path | None, group: dist.ProcessGroup | None = None
+    checkpoint: Path, config_dir: str | Path | None, group: dist.ProcessGroup | None = None
 ) -> Iterator[Path | None]:
     """Keep a checkpoint while it is read, and have its config and assets on a disk. Collective.
 
@@ -181,11 +180,13 @@ def reading(
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
         with agreement(group):
-            if config_dir is None:
+            if config_dir:
+                found = to_path(config_dir)
+            else:
                 assets = checkpoint / "hf"
                 on_this_disk = stack.enter_context(on_disk(assets))
-                config_dir = None if on_this_disk is assets else on_this_disk
-        yield config_dir
+                found = None if on_this_disk is assets else on_this_disk
+        yield found
 
 
 def run_export(plan: ExportPlan, group: dist.ProcessGroup | None = None, *, check: bool = True) -> None:

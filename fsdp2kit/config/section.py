@@ -116,6 +116,7 @@ def untagged(key: str, tag: str) -> BeforeValidator:
 
 
 _METHODS = ("check", "models", "identity", "needs_log_probs", "needs_reference", "needs", "offline", "changed")
+_METHODS += ("engine_needs", "savings")
 
 
 class Section(BaseModel):

@@ -1,6 +1,6 @@
 """A row → its columns by our names → what it says: conversations, or plain texts outside any chat template.
 
-Each format reads other columns (`fsdp2kit.config.data_schema.COLUMNS`). No chat template is asked here.
+Each format reads other columns (`fsdp2kit.config.data_formats.COLUMNS`). No chat template is asked here.
 """
 
 from __future__ import annotations

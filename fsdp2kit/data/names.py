@@ -1,7 +1,7 @@
 """Names that other tools give to columns, to fields and roles of messages, and to parts of a content: one table.
 
 Tools: transformers, TRL, axolotl, LLaMA-Factory, ms-swift, torchtune, open-instruct, Megatron, verl, OpenRLHF, xtuner,
-OpenAI, Anthropic, LangChain, ShareGPT. `fsdp2kit.config.data_schema.COLUMNS` has the columns that each format reads
+OpenAI, Anthropic, LangChain, ShareGPT. `fsdp2kit.config.data_formats.COLUMNS` has the columns that each format reads
 under our names. A column that no table names is metadata (id, source, url, score, …): it is passed over, and the start
 names it.
 """

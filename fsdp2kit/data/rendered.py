@@ -7,7 +7,6 @@ it is checked to be a piece of the whole text. Both ways give character spans of
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -80,16 +79,32 @@ class Rendered:
         return said
 
 
-@dataclass
 class Renderer:
     """A tokenizer's chat template and special tokens."""
 
-    tokenizer: Tokenizer
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._special: SpecialTokens | None = None
+        self._known: set[bool] = set()  # whether conversations with tools, and without, were looked at
 
-    @functools.cached_property
+    def check_template(self, conversation: Conversation) -> None:
+        """Look for the template before anything else is said of a row.
+
+        Raises:
+            UserError: there is none.
+        """
+        has_tools = bool(conversation.tools)
+        if has_tools not in self._known:
+            Template(self.tokenizer, tools=conversation.tools, variables={}, where=conversation.where)
+            self._known.add(has_tools)
+
+    @property
     def special(self) -> SpecialTokens:
         """The tokenizer's special tokens."""
-        return special_tokens(self.tokenizer)
+        # No `cached_property`: before Python 3.12 it has a lock, with which a process may fork.
+        if self._special is None:
+            self._special = special_tokens(self.tokenizer)
+        return self._special
 
     def render(self, conversation: Conversation) -> Rendered:
         """A conversation's text, which shows each text that its messages say.

@@ -41,6 +41,7 @@ from fsdp2kit.data.tokens import encode_documents, ending_of
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import one_per_machine_first
+from fsdp2kit.model import tokenizer as tokenizer_module
 from fsdp2kit.model.tokenizer import ends_answers, special_ids, stop_tokens
 
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
@@ -256,8 +257,8 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in _CODE:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for path in [*(Path(__file__).with_name(name) for name in _CODE), Path(tokenizer_module.__file__)]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -100,6 +100,8 @@ def encode_documents(
             continue
         said = conversations_in(row)
         conversations = [one for one in said if isinstance(one, Conversation)]
+        for conversation in conversations:
+            renderer.check_template(conversation)
         check_columns(row, tokenizer=tokenizer if conversations else None)
         unread = unread_columns(row)
         learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
@@ -134,6 +136,8 @@ def encode_prompts(
     for row in read_columns(rows, section):
         asked = prompt_in(row, has_template=tokenizer.chat_template is not None)
         conversations = [asked] if isinstance(asked, Conversation) else []
+        for conversation in conversations:
+            renderer.check_template(conversation)
         check_columns(row, tokenizer=tokenizer if conversations else None)
         findings.note_row(unread=unread_columns(row), systems_twice=[one.has_system_twice for one in conversations])
         if isinstance(asked, str):

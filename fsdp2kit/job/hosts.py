@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
     """Versions that all hosts must have alike, by name; fsdp2kit's with a digest of its source files."""
     root = Path(fsdp2kit.__file__).parent
     digest = hashlib.blake2b(digest_size=4)
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyi")]):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return {
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of fcntl if another process has the lock; any other error means that the file system has no locks.
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+_READER_SECONDS = 2.0
 
 # What a run adds to and what it replaces in its directory, where others may have put links and pipes.
 _ADDED_TO = (".lock", "events.jsonl", "metrics.jsonl", "samples.jsonl")
@@ -52,10 +54,9 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
         handle = open_own(path / ".lock", os.O_RDWR)
     try:
         # POSIX locks, not flock: children do not inherit them, and over NFS they hold between machines.
-        # The first run to lock byte 0 has the directory. A reader (`fsdp2kit.report.liveness`) locks another byte for
-        # a moment; the run waits for its end.
+        # The first run to lock byte 0 has the directory.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        fcntl.lockf(handle, fcntl.LOCK_EX)
+        _lock_all(handle)
     except OSError as error:
         if error.errno in _TAKEN:
             owner = _owner(handle)
@@ -69,6 +70,24 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _lock_all(handle: int) -> None:
+    """Lock the whole file, where readers ask whether a run has it (`fsdp2kit.report.liveness`).
+
+    A reader locks another byte than the first for a moment. One that was suspended in it is not waited for.
+    """
+    end = time.monotonic() + _READER_SECONDS
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        if time.monotonic() > end:
+            return
+        time.sleep(0.01)
 
 
 def _check_written(path: Path) -> None:

@@ -301,15 +301,17 @@ def _begin(request: StopRequest, *, signals: bool = True) -> Listener:
     global _listener, _runs
     listener = Listener(request, signals=signals)
     listener.begin()
-    _listener = listener
     _runs += 1
+    _listener = listener
     return listener
 
 
 def _end(listener: Listener) -> None:
     global _listener
-    listener.end()
-    _listener = None
+    try:
+        listener.end()
+    finally:  # a second Ctrl-C may come meanwhile
+        _listener = None
 
 
 @contextmanager

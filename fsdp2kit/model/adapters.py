@@ -233,12 +233,14 @@ def names_experts(model: PreTrainedModel, config_dir: Path) -> bool:
     Args:
         model: without adapters.
         config_dir: has the adapter's config.
+
+    Raises:
+        UserError: the adapter does not fit the model.
     """
     if not find_experts(model):
         return False
     config = read_adapter_config(config_dir, str(config_dir))
-    weights_of(model).names.read_config(config)
-    return bool(leaves_in_files(model, config))
+    return bool(inject(copy.deepcopy(model), config).expert_leaves)
 
 
 def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -242,6 +242,3 @@ def config_digest(config: PretrainedConfig) -> str:
     fields = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
     text = json.dumps(fields, sort_keys=True, default=str)
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-"""Bytes of each end of a file, of a sample of a tensor, and how many samples."""

@@ -306,7 +306,7 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
     whole = copy.deepcopy(config)
     for config in {id(part): part for part in (whole, whole.get_text_config())}.values():
         for key, value in _SMALL.items():
-            if isinstance(given := value_of(config, key), int) and given > value:
+            if isinstance(given := common_value(config, key), int) and given > value:
                 setattr(config, key, value)
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = value_of(config, key)
@@ -316,18 +316,18 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
                 except Exception:  # ModernBERT's decoder insists on an id
                     setattr(config, key, 0)
         _choose_layers(config)
-        heads = value_of(config, "num_attention_heads")
+        heads = common_value(config, "num_attention_heads")
         if isinstance(heads, int) and narrow:
-            given_kv_heads = value_of(config, "num_key_value_heads") or heads
+            given_kv_heads = common_value(config, "num_key_value_heads") or heads
             groups = max(1, heads // given_kv_heads)
             kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
             config.num_attention_heads = groups * kv_heads
-            if value_of(config, "num_key_value_heads") is not None:
+            if common_value(config, "num_key_value_heads") is not None:
                 config.num_key_value_heads = kv_heads
             if hasattr(config, "qk_nope_head_dim"):  # latent attention: what is rotated has a width of its own
                 config.head_dim = config.qk_rope_head_dim
                 config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-            elif value_of(config, "head_dim") is not None:
+            elif common_value(config, "head_dim") is not None:
                 with contextlib.suppress(AttributeError):  # a property: hidden size ÷ heads
                     config.head_dim = _HEAD_DIM
             config.hidden_size = config.num_attention_heads * _HEAD_DIM
@@ -336,9 +336,14 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
 
 
 def value_of(config: Any, key: str) -> Any:
-    """A config's value. None if there is none, and if layers differ in it: transformers then raises an error."""
+    """A config's value; None if it has none. transformers raises a RuntimeError where layers differ in it."""
+    return getattr(config, key, None)
+
+
+def common_value(config: Any, key: str) -> Any:
+    """A config's value; None if it has none, and where layers differ in it."""
     try:
-        return getattr(config, key, None)
+        return value_of(config, key)
     except Exception:
         return None
 

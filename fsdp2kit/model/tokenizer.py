@@ -285,7 +285,8 @@ def special_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the tokens that may end a turn or a text."""
-    return frozenset({*special_vocabulary(tokenizer).values(), *stop_tokens(tokenizer)})
+    special = {at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(special | set(stop_tokens(tokenizer)))
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

@@ -50,10 +50,11 @@ def is_locked(lock: Path) -> bool | None:
 
 
 def _conflicts(handle: int) -> bool:
-    """Whether another process's lock keeps this one from sharing a lock on the file. Closing `handle` ends ours."""
+    """Whether another process's lock keeps this one from sharing a lock on the file."""
     assert fcntl is not None
     try:
         fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _ASKED)
+        fcntl.lockf(handle, fcntl.LOCK_UN, 1, _ASKED)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return True

@@ -48,7 +48,7 @@ class DataFacts:
     wrap: bool
     """Whether plain prompts should be put into the chat template."""
     count: int | None
-    """DataFacts of the set, estimated from the first ones; None: not known."""
+    """Rows of the set, estimated from the first ones; None: not known."""
     lengths: np.ndarray | None
     """int64, tokens of each row that was measured, both answers of a preference together; None: no tokenizer."""
     has_reference: bool
@@ -145,7 +145,7 @@ def _prompts(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | No
 
 
 def _answers(rows: Sequence[Mapping[str, Any]], names: list[str], chat: str | None) -> Guess | None:
-    """DataFacts with one answer each, for sft and distill."""
+    """Rows with one answer each, for sft and distill."""
     if {"chosen", "rejected"} <= {*names}:
         return None
     if {"prompt", "completion"} <= {*names}:

@@ -54,7 +54,7 @@ def read_traits(owner: object) -> EvaluationTraits:
 
 
 class Evaluations:
-    """The evaluations of one call of `fsdp2kit.train.loop.train`.
+    """The evaluations of one call of `fsdp2kit.train.loop.train_loop`.
 
     Args:
         evaluate: None: there are none.

@@ -32,9 +32,9 @@ def lengths_of_rows(micro: Any) -> Tensor:
 
 def items_of_rows(micro: Any) -> Tensor:
     """int64 ``[B]``: what each row counts in the loss: targets, or pairs of a preference."""
-    if not getattr(micro, "num_documents", 0):
+    documents = micro.per_target.get("documents") if getattr(micro, "num_documents", 0) else None
+    if documents is None:
         return (micro.labels != IGNORE).sum(1)
-    documents = micro.per_target["documents"]
     # Neighbours have neighbouring numbers, and padding has −1.
     first = torch.where(documents < 0, documents.max() + 1, documents).amin(1)
     return ((documents.amax(1) - first + 1) // 2).clamp(min=0)

@@ -23,7 +23,7 @@ class Run:
     plan: ParallelPlan
     metrics: Metrics
     progress: Progress = field(default_factory=Progress)
-    """Where the run stands, at first where it starts; `train` moves it on."""
+    """Where the run stands, at first where it starts; `train_loop` moves it on."""
     checkpoints: Checkpoints | NoCheckpoints | None = None
     """None: nothing is saved, and signals do not wait for the end of a step."""
     total_steps: int | None = None

@@ -34,7 +34,7 @@ class NoCheckpoints:
 
 
 class Saves:
-    """The saves of one call of `fsdp2kit.train.loop.train`.
+    """The saves of one call of `fsdp2kit.train.loop.train_loop`.
 
     Args:
         section: ``[checkpoint]``.

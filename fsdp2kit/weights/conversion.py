@@ -138,7 +138,8 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
 
     Args:
         model: of its own class, not `fully_shard`'s (`build_skeleton` gives one); None: nothing is converted.
-        tensors: by the model's names; a group that can be converted by itself (see `conversion_groups`).
+        tensors: by the model's names; a group that can be converted by itself (see
+            `fsdp2kit.weights.entries.grouped_entries`).
     """
     if model is None:
         return tensors

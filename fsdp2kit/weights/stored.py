@@ -22,6 +22,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _EDGE = 64 * 1024
 _SAMPLE = 4096
 _SAMPLES = 4
+"""Bytes of each end of a file, of a sample of a tensor, and how many samples."""
 
 
 @contextlib.contextmanager

@@ -198,6 +198,7 @@ class DataConfig(Section):
         return self.name
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
+        super().check(config, sizes)
         check_rows("data.path", self.path)
         for at, part in enumerate(self.sources):
             check_rows(f"data.sources.{at}.path", part.path)

@@ -54,6 +54,7 @@ class EvalConfig(Section):
         return self.patience is not None if self.keep_best is None else self.keep_best
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
+        super().check(config, sizes)
         check_rows("eval.path", self.path)
         for name, part in self.sets.items():
             check_rows(f"eval.sets.{name}.path", part.path)

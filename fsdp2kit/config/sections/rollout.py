@@ -63,8 +63,8 @@ class RolloutConfig(Section):
     def sampling(self) -> dict[str, Any]:
         """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
-        The environment's code matters, too (`fsdp2kit.rl.conversations`). The other keys do not: `n` and `updates` may
-        not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and `sleep` say
+        The environment's code matters, too (`fsdp2kit.rl.environments.conversations`). The other keys do not: `n` and
+        `updates` may not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and `sleep` say
         where and how fast responses are made. A response keeps the log-probabilities of the engine that sampled it, so
         it stays valid beside another engine.
         """

@@ -38,6 +38,7 @@ class RunConfig(Section):
     """Minutes that a collective may take before the job fails."""
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
+        super().check(config, sizes)
         check_contents("run.resume", self.resume, _INSTEAD)
         if os.path.isfile(self.dir):  # noqa: PTH113 (pathlib's raises where a folder may not be read)
             raise UserError("run.dir", f"{self.dir} is a file", "name a directory, which need not be there yet")

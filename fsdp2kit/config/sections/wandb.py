@@ -37,6 +37,7 @@ class WandbConfig(Section):
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
         """Refuse a mode that cannot work. Nothing is started, sent or asked."""
+        super().check(config, sizes)
         if self.mode not in ("online", "offline"):
             return
         try:

@@ -12,7 +12,7 @@ from fsdp2kit.config.checks import check_seq_len, multiples_near
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.flops import attention_layers
-from fsdp2kit.model.inspect import Traits, value_of
+from fsdp2kit.model.inspect import Traits, common_value, value_of
 from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import (
     CHUNKED,
@@ -67,7 +67,7 @@ def _choose_method(
 ) -> tuple[Method, str]:
     """The context-parallel method, and why."""
     text = model.config.get_text_config()
-    heads = value_of(text, "num_attention_heads")
+    heads = common_value(text, "num_attention_heads")
     if not heads:
         what = f"{cp}, but {type(model).__name__} has no attention heads, or not as many in every layer"
         raise UserError("mesh.cp", what, "set mesh.cp = 1")
