@@ -64,9 +64,9 @@ class RolloutConfig(Section):
         """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
         The environment's code matters, too (`fsdp2kit.rl.environments.conversations`). The other keys do not: `n` and
-        `updates` may not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and `sleep` say
-        where and how fast responses are made. A response keeps the log-probabilities of the engine that sampled it, so
-        it stays valid beside another engine.
+        `updates` may not change; `ahead` limits the age of rollouts; `engine`, `url`, `tp`, `dtype`, `batch_size` and
+        `sleep` say where and how fast responses are made. A response keeps the log-probabilities of the engine that
+        sampled it, so it stays valid beside another engine.
         """
         found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         return found if self.environment is None else {**found, "max_turns": self.max_turns}
