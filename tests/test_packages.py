@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,3 +91,9 @@ def test_documentation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out == (ROOT / "docs" / "grpo.md").read_text(encoding="utf-8")
     assert docs.main(["grp"]) == 2
     assert capsys.readouterr().err == "error: docs grp: there is no such page; did you mean grpo?\n"
+
+
+def test_a_servers_environment_needs_no_dependency_of_ours() -> None:
+    """vLLM's environment has the package without its dependencies, for the plugin (docs/grpo.md)."""
+    done = subprocess.run([sys.executable, "-S", "-c", "import fsdp2kit"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

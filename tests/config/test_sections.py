@@ -118,3 +118,33 @@ def test_another_one_is_another_run(toml: str, tmp_path: Path, pool: WorkerPool)
     assert code == 2
     assert "was made with critic.kind = 'strict', and this run has critic.kind = 'mild'; undo that" in said
     assert start("train.steps=2")[0] == 0
+
+
+@pytest.mark.parametrize("outer", ["run.RunConfig", "eval.EvalConfig", "data.TextDataConfig", "wandb.WandbConfig"])
+def test_a_section_inside_ours_is_checked(outer: str, toml: str, tmp_path: Path) -> None:
+    name, kind = outer.split(".")
+    recipe = f"""
+from fsdp2kit.config.section import Section
+from fsdp2kit.config.sections.{name} import {kind}
+from fsdp2kit.errors import UserError
+from recipes import sft
+from recipes.sft import main as main
+
+
+class Inner(Section):
+    a: int = 0
+
+    def check(self, config, sizes):
+        raise UserError("{name}.inner.a", "is wrong", "mend it")
+
+
+class Outer({kind}):
+    inner: Inner = Inner()
+
+
+class Config(sft.Config):
+    {name}: Outer = Outer()
+"""
+    (tmp_path / "mine.py").write_text(recipe)
+    with pytest.raises(UserError, match=rf"{name}.inner.a"):
+        load(toml, [])

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.redaction import without_secrets
+from fsdp2kit.job import run_directory
 from fsdp2kit.job.run_directory import begin_start, lock_run_dir, write_record
 
 HOLD = """
@@ -161,3 +162,17 @@ def test_pipes_in_a_run_directory_are_not_waited_for(tmp_path: Path, name: str) 
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="cannot be written to: it is no regular file"), lock_run_dir(tmp_path):
         pass
+
+
+def test_a_reader_that_was_suspended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_READER_SECONDS", 0.2)
+    (tmp_path / ".lock").touch()
+    code = "import fcntl, sys; file = open(sys.argv[1]); fcntl.lockf(file, fcntl.LOCK_SH, 1, 1); print(); input()"
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert reader.stdout is not None
+    reader.stdout.readline()
+    with lock_run_dir(tmp_path):
+        assert reader.poll() is None
+    reader.communicate("\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from fsdp2kit.config.schema import ModelConfig
@@ -269,3 +270,15 @@ def test_a_default_config_that_transformers_refuses_is_one_line(monkeypatch: pyt
     monkeypatch.setattr(AutoConfig, "for_model", refuse)
     with pytest.raises(UserError, match=r"model_type: 'llama' has no default config: a width is missing; start from"):
         load_hf_config(ModelConfig(config={"model_type": "llama"}))
+
+
+def test_a_model_that_was_untied_stays_untied_and_one_that_was_tied_tied(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path))))
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    materialize(model, device=torch.device("cpu"))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not find_ties(model)
+    other = build_model(ModelConfig(path=str(tiny_model_dir("llama3", tmp_path))))
+    other.lm_head.weight = other.model.embed_tokens.weight
+    materialize(other, device=torch.device("cpu"))
+    assert other.lm_head.weight is other.model.embed_tokens.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.adapters import without_adapter
-from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.adapters import names_experts, without_adapter
+from fsdp2kit.model.build import build_model, materialize, model_on_meta
 from fsdp2kit.model.expert_adapters import replace_forward
 from fsdp2kit.weights.adapter_values import fill_adapter, load_adapter
 from fsdp2kit.weights.adapters import merge_experts
 from fsdp2kit.weights.experts import find_experts
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import weights_of
-from tests.support.models import full
+from tests.support.models import full, tiny_model_dir
 
 SIZES = {
     "vocab_size": 64,
@@ -243,3 +244,23 @@ def test_names_that_other_layers_have_as_well_are_refused(tmp_path: Path) -> Non
     section = ModelConfig(path=str(tmp_path))
     with pytest.raises(UserError, match=r"gate_proj.* and model\.layers\.\S+gate_proj, which would get no adapter"):
         build_model(section, lora=LoraSection(rank=4, target_modules=["gate_proj", "up_proj", "down_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"target_modules": ["nope"]}, "'nope' matches no module"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["nope"]}, "'nope' matches no module"),
+        ({"target_modules": ["q_proj", "w1"]}, "adapters on all of"),
+    ],
+)
+def test_an_adapters_config_that_does_not_fit_is_refused_by_its_export(
+    config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = tiny_model_dir("mixtral", tmp_path)
+    file = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (path / "adapter_config.json").write_text(json.dumps(file))
+    model = model_on_meta(path)
+    assert model is not None
+    with pytest.raises(UserError, match=says):
+        names_experts(model, path)
