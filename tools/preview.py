@@ -93,7 +93,8 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     for number, documents, padding in zip(preview.pack_numbers, preview.packs, preview.padding, strict=True):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
-            total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.supervised)
+            total = sum(one.tokens for one in pieces)
+            learnt = sum(one.tokens for one in pieces if one.supervised)
             body += [
                 _border(f"document {at}: {total:,} tokens, {learnt:,} learnt"),
                 _document(pieces, most_tokens, marks),
@@ -142,7 +143,8 @@ def _legend(marks: tuple[str, str] | None) -> list[Text]:
 
 def _document(pieces: list[Piece], most_tokens: int, marks: tuple[str, str] | None) -> Text:
     """Pieces of at most ``most_tokens``, and of very many the first and the last; neighbours share their marks."""
-    text, half = Text(overflow="fold"), _MOST_PIECES // 2
+    text = Text(overflow="fold")
+    half = _MOST_PIECES // 2
     is_open = False
 
     def mark(is_learnt: bool) -> None:

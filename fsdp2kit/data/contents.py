@@ -11,7 +11,8 @@ from typing import Any
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.sources import is_url, locate
 
-_NAMED, _RECORDED = 3, 1000  # files in a message, and in a manifest
+_NAMED = 3  # files in a message
+_RECORDED = 1000  # files in a manifest
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for key in (key for key in now if key in before and before[key] != now[key]):
-        one, other = before[key], now[key]
+        one = before[key]
+        other = now[key]
         parts = _of_files(one["files"], other["files"])
         if one["rows"] != other["rows"]:
             parts.append(f"{one['rows']} → {other['rows']} rows")
