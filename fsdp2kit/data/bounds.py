@@ -134,7 +134,9 @@ class _Watch:
         return self._function(value)
 
 
-ROUND, TEXT, SUM = _Watch(_count_round), _Watch(_count_text), _Watch(_check_text)
+ROUND = _Watch(_count_round)
+TEXT = _Watch(_count_text)
+SUM = _Watch(_check_text)
 
 
 class _Generation(Extension):

@@ -53,7 +53,9 @@ class Prefetch:
             ahead: batches made beyond the one that is asked for; 0 makes each when it is asked for.
             stop: the index after the last batch.
         """
-        self._loader, self._ahead, self._stop = loader, ahead, stop
+        self._loader = loader
+        self._ahead = ahead
+        self._stop = stop
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._made: dict[int, Future[tuple[list[Batch], State | None]]] = {}
         self._states: dict[int, State | None] = {}
@@ -189,7 +191,9 @@ def build_data(
     """
     status.begin("reading the data")
     settle_day(tokenizer, Path(config.run.dir))
-    section, train, seed = config.data, config.train, config.run.seed
+    section = config.data
+    train = config.train
+    seed = config.run.seed
     if model is not None:
         vocab_size = model.config.get_text_config().vocab_size
     if vocab_size is None:
@@ -263,7 +267,8 @@ def _read_whole(
     with agreement():
         keys = [one.table["key"].to_numpy() for one in tables]
         lines = hold_out(keys, config.eval.split, names=[one.where for one in tables])
-    train, held_out = [], {}
+    train = []
+    held_out = {}
     for one, tokens, (kept, out) in zip(sets, tables, lines, strict=True):
         train.append(read(one.section, key=one.key, tokens=tokens, lines=kept))
         if out.size:
@@ -298,7 +303,8 @@ def read_beginning(one: RowSet, tokenizer: Tokenizer, *, count: int, cache: Cach
     """The documents of a set's first rows, which are tokenised without the cache of tokens."""
     section, key, _ = one
     rows = first_rows(section, key, count, download=not section.streaming, cache=cache)
-    table, names = encode_table(rows, section, tokenizer), [row.where for row in rows]
+    table = encode_table(rows, section, tokenizer)
+    names = [row.where for row in rows]
     documents = cut_rows(table, section, name=names_of_lines(table, names).__getitem__)
     findings = findings_of(table)
     warnings = findings.warnings(key, names.__getitem__)
@@ -316,7 +322,8 @@ def _build_stream(
     cache: Cache,
 ) -> tuple[StreamLoader, str, dict[str, Documents]]:
     """The loader of a stream, a digest of its data, and the documents held out of each set, by the set's name."""
-    section, words = config.data, require_tokenizer(tokenizer)
+    section = config.data
+    words = require_tokenizer(tokenizer)
     border = 0 if isinstance(config.eval.split, str) else key_border(config.eval.split)
     packs = (config.eval.steps or 0) * config.train.global_batch_size
     with agreement():

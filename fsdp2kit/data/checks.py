@@ -36,7 +36,9 @@ def check_first_rows(config: Any) -> list[str]:
     """
     if config.data.format == "synthetic":
         return []
-    unchecked, tokenizer, cache = [], None, Cache(Path(config.run.dir))
+    unchecked = []
+    tokenizer = None
+    cache = Cache(Path(config.run.dir))
     try:
         tokenizer = build_tokenizer(config.model, local_files_only=True)
     except UserError:
@@ -80,7 +82,8 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         return []
     if config.data.streaming:
         return _beginnings_of(config)
-    sets, tokenizer = [], None
+    sets = []
+    tokenizer = None
     if config.data.format != "synthetic":
         tokenizer = build_tokenizer(config.model, local_files_only=True)
         sets = [*training_sets(config.data), *(held_out_sets(config) if config.evaluates else [])]
@@ -99,7 +102,8 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
 
 def _beginnings_of(config: Any) -> list[str]:
     """What a start would say of the first rows of the training data that is on this machine."""
-    cache, lines = Cache(Path(config.run.dir)), []
+    cache = Cache(Path(config.run.dir))
+    lines = []
     tokenizer = build_tokenizer(config.model, local_files_only=True)
     for one in training_sets(config.data):
         path = one.section.path

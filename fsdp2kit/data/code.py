@@ -25,14 +25,17 @@ def code_digests(function: str) -> dict[str, str]:
     """
     where = function.rpartition(":")[0]
     if where.endswith(".py"):
-        root, package, todo = Path(where).parent, None, [Path(where)]
+        root = Path(where).parent
+        package = None
+        todo = [Path(where)]
     else:
         name = where.split(".")
         root = _folder_of(name[0])
         if root is None:  # built into the interpreter
             return {}
         is_library = bool(_LIBRARIES & {*root.parts}) or root == Path(sysconfig.get_path("stdlib"))
-        package, todo = name[0] if is_library else None, _files_of(root, name)
+        package = name[0] if is_library else None
+        todo = _files_of(root, name)
     found: dict[str, str] = {}
     while todo:
         file = todo.pop()

@@ -12,7 +12,8 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.sources import locate
 from fsdp2kit.files.remote import is_url
 
-_NAMED, _RECORDED = 3, 1000  # files in a message, and in a manifest
+_NAMED = 3  # files in a message
+_RECORDED = 1000  # files in a manifest
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for key in (key for key in now if key in before and before[key] != now[key]):
-        one, other = before[key], now[key]
+        one = before[key]
+        other = now[key]
         parts = _of_files(one["files"], other["files"])
         if one["rows"] != other["rows"]:
             parts.append(f"{one['rows']} → {other['rows']} rows")

@@ -160,11 +160,13 @@ def cut_rows(
         name: names the row of a line in errors.
         lines: int64, the lines to cut; None: all.
     """
-    overlong, together = section.overlong, answers_per_row(section)
+    overlong = section.overlong
+    together = answers_per_row(section)
     chosen = np.arange(len(tokens)) if lines is None else lines
     lengths = tokens["length"].to_numpy()[chosen]
     room, is_long = _room(lengths, seq_len=section.seq_len, together=together)
-    rows, long = int(tokens["is_first"].to_numpy()[chosen].sum()), int(is_long.sum()) // together
+    rows = int(tokens["is_first"].to_numpy()[chosen].sum())
+    long = int(is_long.sum()) // together
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
         what = f"{lengths[first : first + together].sum()} tokens, more than data.seq_len = {section.seq_len}"
@@ -176,7 +178,10 @@ def cut_rows(
     row_endings = tokens["ending"].to_numpy()[lines]
     endings = np.where(is_open & (overlong == "truncate" and together == 1), row_endings, NO_ENDING)
     kept = np.flatnonzero(np.repeat((targets > 0).reshape(-1, together).all(1), together))
-    lines, starts, stops, endings = lines[kept], starts[kept], stops[kept], endings[kept]
+    lines = lines[kept]
+    starts = starts[kept]
+    stops = stops[kept]
+    endings = endings[kept]
     digests = np.frombuffer(b"".join(tokens["digest"].to_pylist()), dtype="V16")[lines]
     cuts = np.stack([starts, stops, endings]).astype("<i8").tobytes()
     report = Counts(
@@ -210,10 +215,12 @@ def _reader(
 
     def read(index: int) -> Document:
         where = lines[index], starts[index], stops[index]
-        ids, supervised = _slice(tokens["ids"], *where).astype(np.int64), _slice(tokens["supervised"], *where)
+        ids = _slice(tokens["ids"], *where).astype(np.int64)
+        supervised = _slice(tokens["supervised"], *where)
         if endings[index] != NO_ENDING:
             supervised = supervised.copy()
-            ids[-1], supervised[-1] = endings[index], True
+            ids[-1] = endings[index]
+            supervised[-1] = True
         return ids, supervised
 
     return read
@@ -223,8 +230,11 @@ def _targets(
     tokens: pa.Table, lines: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Targets in each slice, int64 [documents], and whether the slice ends within supervised text, bool."""
-    lengths, targets = tokens["length"].to_numpy()[lines], tokens["targets"].to_numpy()[lines]
-    is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
+    lengths = tokens["length"].to_numpy()[lines]
+    targets = tokens["targets"].to_numpy()[lines]
+    is_cut = stops - starts < lengths
+    is_open = stops < lengths
+    is_all_supervised = targets == lengths - 1
     targets = np.where(is_cut, stops - starts - 1, targets)
     # Read masks only of lines that are cut and supervised in part.
     for index in np.flatnonzero(is_cut & ~is_all_supervised):
@@ -287,12 +297,16 @@ def find_document_warnings(documents: Documents, tokenizer: Tokenizer) -> list[s
     """What is suspicious in documents, each in a line. The first `SAMPLE` of them are read, or their lengths alone."""
     if not len(documents):
         return []
-    special, bos, report = special_ids(tokenizer), tokenizer.bos_token_id, documents.report
+    special = special_ids(tokenizer)
+    bos = tokenizer.bos_token_id
+    report = documents.report
     read = [documents[index] for index in range(min(SAMPLE, len(documents)))]
     open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
     twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
-    of, share = f"of {len(read):,} documents", report.supervised_tokens / report.tokens
-    overlong, copies = overlong_share(documents), count_copies(documents)
+    of = f"of {len(read):,} documents"
+    share = report.supervised_tokens / report.tokens
+    overlong = overlong_share(documents)
+    copies = count_copies(documents)
     checks = {
         f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
         "stop (split documents, cut ones, or a template or tokenizer without such a token)": open_ended,

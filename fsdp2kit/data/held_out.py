@@ -52,7 +52,9 @@ def read_held_out(
     location: Location, section: DataConfig, tokenizer: Tokenizer, *, border: int, packs: int
 ) -> TokenTable:
     """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs."""
-    names, blocks, room = [], [], packs * section.seq_len
+    names = []
+    blocks = []
+    room = packs * section.seq_len
     rows = (row for row in RowReader(location) if row_key(row.parse(), section) < border)
     for some in blocks_of(rows, _BLOCK):
         blocks.append(encode_table(some, section, tokenizer))

@@ -166,7 +166,8 @@ class Share:
             sources: the number of a mix's sources.
             index: of the global batch, if its packs have numbers.
         """
-        size, rows = self.micro_batch_size, range(0)
+        size = self.micro_batch_size
+        rows = range(0)
         if index is not None:
             first = 1 + index * self.global_batch_size + self.packs.start
             rows = range(first, first + len(packs))
@@ -195,7 +196,8 @@ class Share:
                 for name, of_documents in pack.per_token.items():
                     values[name][line, start : stop - 1] = of_documents[number][1:]
                 count += 1
-                pairs, start = pairs + len(ids) ** 2, stop
+                pairs += len(ids) ** 2
+                start = stop
             lengths[line] = start
             position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
             by_source[pack.source] += int((labels[line] != IGNORE).sum())

@@ -57,7 +57,8 @@ def plan_packs(
             if fit < len(open_packs):
                 room, pack = divmod(open_packs.pop(fit), shift)
             else:
-                room, pack = seq_len, packs
+                room = seq_len
+                pack = packs
                 packs += 1
             if room > length:
                 insort(open_packs, (room - length) * shift + pack)

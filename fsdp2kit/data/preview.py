@@ -29,7 +29,8 @@ from fsdp2kit.model.tokenizer import build_tokenizer, check_same_tokens, special
 STREAM_ROWS = 5000
 _load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is a warning here, no error
 _BINS = 10
-_PERCENTILES, _SHORTEST_CHOICE = (50, 75, 90, 95, 99, 100), 1024
+_PERCENTILES = (50, 75, 90, 95, 99, 100)
+_SHORTEST_CHOICE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,9 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
     """
     if config.data.format in ("synthetic", *ASKED):
         raise UserError("data.format", f"{config.data.format!r} has no documents to show", "preview data with answers")
-    tokenizer, asked, positions = build_tokenizer(config.model, local_files_only=True), config, None
+    tokenizer = build_tokenizer(config.model, local_files_only=True)
+    asked = config
+    positions = None
     try:
         hf_config = load_hf_config(config.model, local_files_only=True)
         vocab_size = hf_config.get_text_config().vocab_size
@@ -130,14 +133,16 @@ def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Previ
     vocab_size = max([vocab_size, *(token + 1 for token in tokens_beyond(tokenizer, vocab_size))])
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:
-            config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
+            config = _beginning_of(config, Path(folder))
+            title = f"{title} · its first {STREAM_ROWS:,} rows"
         shown = {"overlong": "truncate"} if asked.data.overlong == "error" else {}
         train = {"micro_batch_size": 1, "steps": 1, "epochs": None}
         config = _changed(config, train=train, eval={"every": 0}, data=shown)
         data = _load(config, tokenizer=tokenizer)
         loader = data.loader
         assert isinstance(loader, Loader), "a stream's beginning is read whole"
-        warnings, notes = [*data.warnings], [*data.notes]
+        warnings = [*data.warnings]
+        notes = [*data.notes]
         if asked.data.streaming:  # findings are those of the rows in the stream
             copied = {text for part in loader.parts for text in (*part.documents.warnings, *part.documents.notes)}
             sets = training_sets(asked.data)
@@ -221,7 +226,8 @@ def build_preview(
 
 def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
     """The figures of one source's documents and packs."""
-    documents, report = part.documents, part.documents.report
+    documents = part.documents
+    report = part.documents.report
     lengths = documents.lengths
     rows = lengths if documents.row_lengths is None else documents.row_lengths
     counts, edges = np.histogram(lengths, bins=min(_BINS, int(np.ptp(lengths)) + 1))
@@ -289,7 +295,8 @@ def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to files, as data that is read whole."""
 
     def copied(section: Any, name: str, configuration: str) -> dict[str, str | None]:
-        file, rows = folder / f"{name}.jsonl", first_rows(section, "data.path", STREAM_ROWS)
+        file = folder / f"{name}.jsonl"
+        rows = first_rows(section, "data.path", STREAM_ROWS)
         file.write_text("".join(json.dumps(row.parse(), default=str) + "\n" for row in rows), encoding="utf-8")
         return {"path": str(file), "split": "train", "formatter": None, configuration: None}
 

@@ -77,7 +77,9 @@ class RowReader:
     """
 
     def __init__(self, location: Location, position: Position | None = None, *, download: bool = False) -> None:
-        self._location, self._download, self._is_start = location, download, position is None
+        self._location = location
+        self._download = download
+        self._is_start = position is None
         self._at = position or {"file": 0, "offset": 0, "line": 0}
         self._table: Any = None
 
@@ -87,9 +89,11 @@ class RowReader:
         return self._at if self._table is None else {**self._at, "dataset": self._table.state_dict()}
 
     def __iter__(self) -> Generator[Row, None, None]:
-        location, start = self._location, self._at
+        location = self._location
+        start = self._at
         first, stop = _bounds(location, download=self._download)
-        count, is_empty = start.get("count", 0), self._is_start
+        count = start.get("count", 0)
+        is_empty = self._is_start
         skip = max(0, first - count)
         files = () if stop <= first else (location.path,) if location.kind in ("saved", "hub") else location.files
         for number, file in enumerate(files[start["file"] :], start=start["file"]):
@@ -125,13 +129,15 @@ def blocks_of(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
 
     When a block is given, no row after it was read.
     """
-    block, size = [], 0
+    block = []
+    size = 0
     for row in rows:
         block.append(row)
         size += _size(row.content)
         if len(block) == count or size > _BLOCK_BYTES:
             yield block
-            block, size = [], 0
+            block = []
+            size = 0
     if block:
         yield block
 
@@ -157,7 +163,8 @@ def first_rows(
 
 def _bounds(location: Location, *, download: bool) -> tuple[int, float]:
     """The numbers of the first row to read and of the one after the last."""
-    first, stop = 0, float("inf")
+    first = 0
+    stop = float("inf")
     if location.split != location.split_name and location.kind != "hub":  # `datasets` slices the hub's itself
         import datasets
 
@@ -165,7 +172,8 @@ def _bounds(location: Location, *, download: bool) -> tuple[int, float]:
         number = sum(1 for _ in RowReader(whole, download=download))
         words = "rows" + location.split[len(location.split_name) :]
         [part] = datasets.ReadInstruction.from_spec(words).to_absolute({"rows": number})
-        first, stop = part.from_, part.to
+        first = part.from_
+        stop = part.to
     return first, stop if location.limit is None else min(stop, first + location.limit)
 
 
@@ -347,7 +355,8 @@ def _is_array(content: BinaryIO) -> bool:
 
 def _lines(file: str, content: BinaryIO, offset: int, line: int, *, is_json: bool) -> Iterator[tuple[Row, int, int]]:
     for text in content:
-        offset, line = offset + len(text), line + 1
+        offset += len(text)
+        line += 1
         where = f"{file}:{line}"
         if not is_json:
             yield Row({"text": _decode(text, where).rstrip("\r\n")}, where), offset, line
@@ -374,7 +383,8 @@ def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Ite
             raise UserError(f"{file}:1", f"the header names {twice[0]!r} twice", "give each column a name of its own")
         line = reader.line_num
         for number, cells in enumerate(reader, start=1):
-            where, line = f"{file}:{line + 1}", reader.line_num
+            where = f"{file}:{line + 1}"
+            line = reader.line_num
             if not cells or number <= skip:
                 continue
             if len(cells) != len(header):
@@ -415,7 +425,8 @@ def load_json(text: str, where: str, name: str = "") -> Any:
         json.JSONDecodeError: it is no JSON.
         UserError: it is JSON that no row may have.
     """
-    its, dropped = f"{name} " if name else "", "mend or drop that row"
+    its = f"{name} " if name else ""
+    dropped = "mend or drop that row"
     try:
         value = json.loads(text)
     except RecursionError:

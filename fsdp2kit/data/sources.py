@@ -130,7 +130,8 @@ def training_sets(data: DataConfig) -> list[RowSet]:
 
 def held_out_sets(config: Any) -> list[RowSet]:
     """The evaluation's own sets, without rows that are held out of the training data."""
-    data, evaluation = config.data, config.eval
+    data = config.data
+    evaluation = config.eval
     sets = [
         RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
         for name, part in evaluation.sets.items()
@@ -160,10 +161,12 @@ def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cach
         section: its `path`, `split` (a name or a slice of it, as `datasets` writes them) and `limit` are read.
         key: the TOML key that names the path, for errors.
     """
-    path, split = section.path, section.split
+    path = section.path
+    split = section.split
     if path is None:
         raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
-    where, split_key = f"{key}: {path}", key.removesuffix("path") + "split" if key.endswith("path") else key
+    where = f"{key}: {path}"
+    split_key = key.removesuffix("path") + "split" if key.endswith("path") else key
     configuration = section.configuration
     try:
         files, folder = _list_files(path)
@@ -186,7 +189,9 @@ def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cach
         what = f"{configuration!r}, and {path} has no configurations"
         raise UserError(_name_key(key), what, "leave it out, or give a folder or a hub dataset that has them")
     if is_saved:
-        path, kind, files = str(folder), "saved", [file for file in files if file.endswith(".arrow")]
+        path = str(folder)
+        kind = "saved"
+        files = [file for file in files if file.endswith(".arrow")]
     elif folder is not None:
         files = _of_folder(files, folder, configuration, name, where=where, name_key=_name_key(key), cache=cache)
         kind = _kind_of(files, where)
@@ -208,7 +213,8 @@ def quiet() -> Iterator[None]:
     """Silence `datasets`' progress bars and warnings, which every rank would print."""
     import datasets
 
-    verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    verbosity = datasets.utils.logging.get_verbosity()
+    bars = datasets.are_progress_bars_disabled()
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     try:

@@ -47,12 +47,18 @@ def iterate_packs(
         state: where to continue; None is the start.
     """
     state = state or {"place": None, "carried": [], "taken": 0}
-    position, taken, waiting = state["place"], state["taken"], [_from_json(one) for one in state["carried"]]
+    position = state["place"]
+    taken = state["taken"]
+    waiting = [_from_json(one) for one in state["carried"]]
     blocks = iterate_blocks(location, section, tokenizer, position, pool=pool)
-    rows_read, empty_passes, has_documents = 0, 0, False
+    rows_read = 0
+    empty_passes = 0
+    has_documents = False
     while True:
         start = {"place": position, "carried": [_to_json(one) for one in waiting]}
-        documents, room, ended = waiting, WINDOW_PACKS * section.seq_len, False
+        documents = waiting
+        room = WINDOW_PACKS * section.seq_len
+        ended = False
         while room > 0 and not ended:
             block = next(blocks)
             keys = block.tokens["key"].to_numpy()
@@ -60,15 +66,18 @@ def iterate_packs(
             check_vocabulary(cut.largest_id, vocab_size)
             documents += [cut[index] for index in range(len(cut))]
             room -= int(cut.lengths.sum()) if section.pack else section.seq_len * len(cut)
-            rows_read, has_documents = rows_read + cut.report.rows, has_documents or len(cut) > 0
-            position, ended = block.position, block.position is None
+            rows_read += cut.report.rows
+            has_documents = has_documents or len(cut) > 0
+            position = block.position
+            ended = block.position is None
         packs, waiting = _pack(documents, section, ended=ended)
         for number, pack in enumerate(packs[taken:], start=taken + 1):
             yield pack, {**start, "taken": number}
         taken = 0
         if ended:
             # One pass may be empty: a resume may begin near its end.
-            empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
+            empty_passes = 0 if has_documents else empty_passes + 1
+            has_documents = False
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
                 raise UserError(location.where, what, "look at the data with fsdp2kit preview")
@@ -109,7 +118,9 @@ class StreamLoader:
             weights: each source's share of the mix's tokens; their sum is 1.
             names: of the sources of a mix.
         """
-        self._sources, self.share, self._weights = sources, share, np.asarray(weights)
+        self._sources = sources
+        self.share = share
+        self._weights = np.asarray(weights)
         self.source_names = tuple(names) if len(weights) > 1 else ()
         self.seek(0, None)
 
@@ -135,7 +146,8 @@ class StreamLoader:
 
     def seek(self, index: int, state: State | None) -> None:
         """Make ``index`` the next batch, from the `state` of any rank of any mesh; None is the start."""
-        self._next, count = index, len(self._sources)
+        self._next = index
+        count = len(self._sources)
         self._tokens: list[int] = list(state["tokens"]) if state else [0] * count
         self._states: list[State | None] = list(state["sources"]) if state else [None] * count
         self._packs = [packs(state=one) for packs, one in zip(self._sources, self._states, strict=True)]

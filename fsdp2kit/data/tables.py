@@ -65,7 +65,8 @@ _CODE = (
     "tokens.py",
     "tables.py",
 )
-_STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
+_STREAM_BLOCK = 64  # rows of a stream that are tokenised in one call
+_TABLE_BLOCK = 256  # the same, of a table
 _WORTH_WORKERS = 4096  # rows from which on worker processes save time
 _MOST_WORKERS = 16
 _WATCH_SECONDS = 0.5
@@ -127,7 +128,8 @@ def encode_table(
     """
     tokenizer = tokenizer if tokenizer is not None else _of_worker
     assert tokenizer is not None, "a worker's initializer ran"
-    special, findings = special_ids(tokenizer), Findings()
+    special = special_ids(tokenizer)
+    findings = Findings()
     rows = [Row(row.parse(), row.where) for row in rows]
     encoded = encode_documents(rows, section, tokenizer, follows=follows, findings=findings)
     lines = []
@@ -156,7 +158,8 @@ def _rows_of_lines(table: pa.Table) -> np.ndarray:
 
 
 def _columns(ids: Sequence[int], supervised: Sequence[bool], key: int, special: frozenset[int]) -> dict[str, Any]:
-    tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
+    tokens = np.asarray(ids, dtype=np.int32)
+    mask = np.asarray(supervised, dtype=bool)
     return {
         "ids": tokens,
         "supervised": mask,
@@ -209,7 +212,8 @@ def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> p
         file.parent.mkdir(parents=True, exist_ok=True)
         # The file is renamed when it is complete, so other processes see all of it or nothing.
         unique = uuid.uuid4().hex
-        beside, findings = file.with_suffix(f".{unique}.tmp"), Findings()
+        beside = file.with_suffix(f".{unique}.tmp")
+        findings = Findings()
         noted = file.with_suffix(f".{unique}.json.tmp")
         try:
             with filling(file.parent), pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
@@ -336,7 +340,8 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
 
 def _one_pass(location: Location, section: DataConfig, tokenizer: Tokenizer) -> Iterator[Block]:
     """The blocks of all rows, tokenised by ``data.workers`` processes."""
-    blocks, workers = _read_blocks(RowReader(location, download=True), _TABLE_BLOCK), section.workers
+    blocks = _read_blocks(RowReader(location, download=True), _TABLE_BLOCK)
+    workers = section.workers
     if workers == "auto":
         first = list(itertools.islice(blocks, _WORTH_WORKERS // _TABLE_BLOCK))
         blocks = itertools.chain(first, blocks)

@@ -162,7 +162,8 @@ def check_same_tokens(section: ModelConfig) -> None:
     Raises:
         UserError: it names a token or a text, with the ids of both tokenizers.
     """
-    own, given = section.path, section.tokenizer
+    own = section.path
+    given = section.tokenizer
     if own is None or given is None or own == given or _has_same_files(own, given):
         return
     try:

@@ -48,7 +48,8 @@ def test_calls_of_the_tokenizer_are_bounded_and_change_nothing(monkeypatch: pyte
             for some, kind in ((texts, "text"), (pairs, "prompt_completion"))
         ]
     assert found[40] == found[10**9]
-    assert [*tokens._calls(["x" * 30, "x" * 5, "x" * 5, "x" * 50, "x"])] == [slice(0, 3), slice(3, 4), slice(4, 5)]
+    learnt = [tokens._Learnt("x" * size, [], "x", None) for size in (30, 5, 5, 50, 1)]
+    assert [*tokens._calls(learnt)] == [learnt[:3], learnt[3:4], learnt[4:]]
     assert [*tokens._calls([])] == []
 
 
