@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import NonNegativeFloat as NonNegativeFloat  # these four are for sections of one's own (docs/recipes.md)
+from pydantic import NonNegativeInt as NonNegativeInt
+from pydantic import PositiveFloat as PositiveFloat
+from pydantic import PositiveInt as PositiveInt
+
 from fsdp2kit.config.facts import EngineNeeds
 from fsdp2kit.config.section import Section as Section
 from fsdp2kit.config.sections.activation_checkpointing import ActivationCheckpointingConfig

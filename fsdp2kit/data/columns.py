@@ -94,7 +94,7 @@ def _variables_in(source: str) -> frozenset[str]:
     try:
         # In the bounded tree Jinja computes no constant: that of `10 ** 10 ** 12` would never end.
         found = meta.find_undeclared_variables(bounded(mark_answers(source) or source))
-    except TemplateSyntaxError:  # rendering reports it
+    except (TemplateSyntaxError, RecursionError):  # rendering reports it
         return frozenset()
     return frozenset(found - {"messages", "tools", "add_generation_prompt"})
 

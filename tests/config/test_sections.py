@@ -121,7 +121,9 @@ def test_another_one_is_another_run(toml: str, tmp_path: Path, pool: WorkerPool)
 
 
 @pytest.mark.parametrize("outer", ["run.RunConfig", "eval.EvalConfig", "data.TextDataConfig", "wandb.WandbConfig"])
-def test_a_section_inside_ours_is_checked(outer: str, toml: str, tmp_path: Path) -> None:
+def test_a_section_inside_ours_is_checked(
+    outer: str, toml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, kind = outer.split(".")
     recipe = f"""
 from fsdp2kit.config.section import Section
@@ -146,5 +148,7 @@ class Config(sft.Config):
     {name}: Outer = Outer()
 """
     (tmp_path / "mine.py").write_text(recipe)
-    with pytest.raises(UserError, match=rf"{name}.inner.a"):
-        load(toml, [])
+    text = Path(toml).read_text()
+    Path(toml).write_text(text[: text.index("[critic]")])
+    assert run_main([toml, "--check"]) == 2
+    assert f"error: {name}.inner.a: is wrong" in capsys.readouterr().err
