@@ -273,8 +273,8 @@ def load_recipe(path: str | Path) -> ModuleType:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
         todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"
-        if (error.name or "").partition(".")[0] == "fsdp2kit":
-            todo = "it was written for another version of fsdp2kit: copy a recipe anew (`fsdp2kit new recipe NAME`)"
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "fsdp2kit":
+            todo = "mend that line; a recipe of another version of fsdp2kit is copied anew by `fsdp2kit new recipe NAME`"
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{frames[-1].filename}:{frames[-1].lineno}", what, todo) from None
     for name in ("Config", "main"):

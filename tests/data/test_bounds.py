@@ -46,7 +46,7 @@ ENDLESS = {
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bounds, reached sooner."""
-    monkeypatch.setattr(bounds, "ROUNDS", 100_000)
+    monkeypatch.setattr(bounds, "ROUNDS", 20_000)
     monkeypatch.setattr(bounds, "LETTERS", 1_000_000)
     monkeypatch.setattr(bounds, "SECONDS", 0.5)
 

@@ -119,9 +119,11 @@ def test_a_broken_toml_is_refused(text: str, says: str, pool: WorkerPool, tmp_pa
         ("import os\nimport no_such_package.inside\n", ["mine.py:2", "no_such_package", "install no_such_package"]),
         ("from fsdp2kit.errors import NoSuchName\n", ["mine.py:1", "NoSuchName", "mend that line"]),
         ("\nclass Config(TrainingConfg): pass\n", ["mine.py:2", "NameError: name 'TrainingConfg'", "mend that line"]),
+        ("import fsdp2kit.gone\n", ["mine.py:1", "fsdp2kit.gone", "mend that line", "fsdp2kit new recipe"]),
+        ("raise ValueError('no')\n", ["mine.py:1", "ValueError: no", "mend that line"]),
         ("class Config: pass\n", ["mine.py", "defines no main"]),
     ],
-    ids=["syntax", "package", "name", "execution", "no main"],
+    ids=["syntax", "package", "name", "execution", "moved", "value", "no main"],
 )
 def test_a_recipe_that_cannot_be_loaded_is_refused(
     text: str, says: list[str], pool: WorkerPool, tmp_path: Path

@@ -89,11 +89,11 @@ def test_reading_does_not_take_a_lock_away(tmp_path: Path) -> None:
 
 
 def test_a_run_that_starts_while_its_directory_is_read_waits(tmp_path: Path) -> None:
-    """It is not refused. The reader is another process, stopped between its lock and its end."""
+    """It is not refused. The reader is another process, stopped while it has its lock."""
     code = f"""
-import os, sys
-from fsdp2kit.report.liveness import _conflicts
-assert not _conflicts(os.open({str(tmp_path / ".lock")!r}, os.O_RDONLY | os.O_CREAT))
+import fcntl, os, sys
+from fsdp2kit.report.liveness import _ASKED
+fcntl.lockf(os.open({str(tmp_path / ".lock")!r}, os.O_RDONLY | os.O_CREAT), fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _ASKED)
 print("here", flush=True)
 sys.stdin.read()
 """
