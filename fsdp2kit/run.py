@@ -274,7 +274,9 @@ def load_recipe(path: str | Path) -> ModuleType:
         frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
         todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "fsdp2kit":
-            todo = "mend that line; a recipe of another version of fsdp2kit is copied anew by `fsdp2kit new recipe NAME`"
+            todo = (
+                "mend that line; a recipe of another version of fsdp2kit is copied anew by `fsdp2kit new recipe NAME`"
+            )
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{frames[-1].filename}:{frames[-1].lineno}", what, todo) from None
     for name in ("Config", "main"):
