@@ -31,7 +31,7 @@ _OTHER_WORDS = {
     "merge": "convert --merge",
     "chat": "generate",
     "inference": "generate",
-    "bench": "python tools/bench.py, in a checkout of fsdp2kit",
+    "bench": "the benchmarks, which a clone has (docs/benchmarks.md)",
 }
 """What other tools call what a command does."""
 _TASKS = {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.job import distributed
 from fsdp2kit.parallel.expert_parallel import exchange
 from fsdp2kit.parallel.expert_parallel.experts import (
     ExpertKind,
@@ -38,7 +39,7 @@ def gated(projected: Tensor) -> Tensor:
 def peaks(ranks: int) -> tuple[int, int, int]:
     """Bytes that a rank's operator holds at most in forward and in backward, where routing is even, beside what it is
     given; and bytes of its experts."""
-    ranks.start()
+    distributed.start()
     group: Any = dist.group.WORLD
     kind = ExpertKind("of a test", gated, is_transposed=False, has_bias=False)
     register_kind(kind)

@@ -50,7 +50,8 @@ def run_and_record(toml: str, overrides: Sequence[str]) -> Seen:
     """Run the recipe; by global batch, this rank's place among the data-parallel ones and its rows."""
     recipe: Any
     recipe, config = load(toml, overrides)
-    train, seen = recipe.train, {}
+    train = recipe.train_loop
+    seen: Seen = {}
 
     class Recorded:
         def __init__(self, batches: Any, dp_rank: int) -> None:
@@ -68,7 +69,7 @@ def run_and_record(toml: str, overrides: Sequence[str]) -> Seen:
     def recording(run, model, optimizer, schedule, batches, **others):
         return train(run, model, optimizer, schedule, Recorded(batches, run.mesh.dp_rank), **others)
 
-    recipe.train = recording
+    recipe.train_loop = recording
     recipe.main(config)
     return seen
 
