@@ -71,6 +71,9 @@ def test_a_streams_state_is_that_of_the_batch_that_was_used(ahead: int, tmp_path
     assert isinstance(plain, StreamLoader)
     batches = stream(path, prefetch=ahead, steps=20).batches()
     for index in range(20):
+        before = plain.state(index)
         [one, *_], [other, *_] = batches.batch(index), plain.batch(index)
         assert one.input_ids.tolist() == other.input_ids.tolist()
+        if index:  # a run that is asked to stop has read the batch that it does not train on
+            assert batches.state(index) == before
         assert batches.state(index + 1) == plain.state(index + 1)

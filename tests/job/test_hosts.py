@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,3 +280,12 @@ def error_of_other_data() -> str:
 def test_ranks_that_have_read_other_data_are_refused(pool: WorkerPool) -> None:
     todo = "see that all ranks read the same files, and one revision of a hub id"
     assert pool.run(2, error_of_other_data) == [f"data: d0 on rank 0 (a), and d1 on rank 1 (b); {todo}"] * 2
+
+
+def test_a_changed_source_file_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "__init__.py").write_text("a = 1\n")
+    package = SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="1")
+    monkeypatch.setattr(hosts, "fsdp2kit", package)
+    before = hosts.versions()["fsdp2kit"]
+    (tmp_path / "__init__.py").write_text("a = 2\n")
+    assert hosts.versions()["fsdp2kit"] != before
