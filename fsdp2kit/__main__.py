@@ -31,7 +31,7 @@ _OTHER_WORDS = {
     "merge": "convert --merge",
     "chat": "generate",
     "inference": "generate",
-    "bench": "the benchmarks, which a clone has (docs/benchmarks.md)",
+    "bench": "the benchmarks, which a clone has (fsdp2kit docs benchmarks)",
 }
 """What other tools call what a command does."""
 _TASKS = {
