@@ -38,7 +38,7 @@ _SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said, in OpenAI's form, and what of it is learnt. A chat template renders it."""
+    """Messages in OpenAI's form, and which of them are supervised. A chat template renders them."""
 
     messages: Messages
     where: str
@@ -250,7 +250,7 @@ def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
 
 
 def conversations_in(row: RowColumns) -> Sequence[Conversation | PlainText]:
-    """What each of a row's answers says, with what is said before it. Not for rows of tokens."""
+    """A row's conversations or plain texts, one for each of its answers. Not for rows of tokens."""
     format = row.section.format
     if format == "text":
         return [PlainText(_text_in(row), 0, row.where)]

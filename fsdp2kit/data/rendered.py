@@ -44,7 +44,7 @@ class Rendered:
     given: Messages
     """The messages as the template gets them: with stand-ins where they quote special tokens."""
     text: str
-    """Of all messages; for a prompt, with the generation prompt."""
+    """The rendered text of all messages; a prompt's ends with the generation prompt."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Each stand-in, and the character that it stands for."""
     own_special: Sequence[str] = ()
@@ -88,7 +88,7 @@ class Renderer:
         self._known: set[bool] = set()  # whether conversations with tools, and without, were looked at
 
     def check_template(self, conversation: Conversation) -> None:
-        """Look for the template before anything else is said of a row.
+        """Refuse a tokenizer without a chat template. Call it before other checks of a row.
 
         Raises:
             UserError: there is none.

@@ -168,7 +168,7 @@ def encode_text(text: str, rendered: Rendered, renderer: Renderer) -> list[int]:
 
 
 def _learnt_of(said: Conversation | PlainText, renderer: Renderer, section: DataConfig, findings: Findings) -> _Learnt:
-    """The text of what is said, and the characters that are learnt."""
+    """A text and the spans of its characters that are supervised."""
     if isinstance(said, PlainText):
         return _Learnt(said.text, [(said.start, len(said.text))], said.where, None)
     rendered = renderer.render(said)
@@ -218,7 +218,7 @@ def _encode(texts: Sequence[_Learnt], renderer: Renderer, findings: Findings) ->
 
 
 def _encode_plain_texts(texts: Sequence[_Learnt], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
-    """Tokenise plain texts, every token of which is supervised. No offsets are needed."""
+    """Tokenise plain texts. Every token is supervised, so no offsets are needed."""
     encoded = []
     for one in texts:
         check_room(one.text, one.where, tokenizer, with_offsets=False)

@@ -32,7 +32,7 @@ class RolloutBatches:
         self._phases = sampling.phases
         self._state = state
         self.figures: dict[str, float] = {}
-        """Of the newest batch, for its step's record."""
+        """Figures of the newest batch, for the record of its step."""
 
     @property
     def steps_per_epoch(self) -> float:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.errors import UserError
 
-TODO = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
+_ADVICE = "give a decoder-only text model (one for AutoModelForCausalLM); `fsdp2kit docs not_supported` says more"
 _PATTERNS = ("rank_pattern", "alpha_pattern")  # fields of peft's config that map names of modules to values
 
 _Value = TypeVar("_Value")
@@ -195,7 +195,7 @@ def build_whole(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedM
     kind: Any = getattr(transformers, name, None)
     if kind is None or not inspect.isclass(kind) or not isinstance(config, getattr(kind, "config_class", None) or ()):
         what = f"its config names the class {name or 'none'}, which is none of transformers' for {config.model_type!r}"
-        raise UserError("model.path", what, TODO)
+        raise UserError("model.path", what, _ADVICE)
     config = copy.deepcopy(config)
     setattr(config, "text_config", copy.deepcopy(text))  # noqa: B010 (not every config has one)
     try:
@@ -208,4 +208,4 @@ def build_whole(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedM
 
 def refused(whole: type[Any], what: str) -> UserError:
     """The error of a whole whose text part cannot be trained."""
-    return UserError("model.path", f"the text part of {whole.__name__} cannot be trained: {what}", TODO)
+    return UserError("model.path", f"the text part of {whole.__name__} cannot be trained: {what}", _ADVICE)

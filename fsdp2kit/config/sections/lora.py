@@ -25,7 +25,7 @@ class LoraConfig(Section):
     (`["q_proj", "v_proj"]`), or a regular expression for the whole name. "experts" in a list: experts in one tensor,
     which "all-linear" leaves out."""
     modules_to_save: list[str] = []
-    """Modules of which a copy is trained whole and kept with the adapter: `["lm_head", "embed_tokens"]`."""
+    """Modules that are trained in full and saved with the adapter: `["lm_head", "embed_tokens"]`."""
     rslora: bool = False
     """Scale by alpha / √rank (arXiv:2312.03732), which keeps high ranks from learning slowly."""
     quantize: Literal["none", "nf4"] = "none"
