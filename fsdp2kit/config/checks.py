@@ -74,7 +74,7 @@ def smallest_world(config: TrainingConfig) -> int:
     strategy = config.fsdp.strategy
     sizes = [mesh.dp_shard] if strategy != "no_shard" else []
     sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # others have one replica
-    # A copy of the model that is sharded over "auto" ranks needs as many as experts are dealt out over.
+    # A copy of the model that is sharded over "auto" ranks needs as many as experts are partitioned over.
     copy = math.lcm(mesh.cp, mesh.ep) if "auto" in sizes[:1] and strategy != "no_shard" else mesh.cp
     ranks = copy * math.prod(size for size in sizes if isinstance(size, int))
     engine = config.engine_needs

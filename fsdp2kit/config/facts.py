@@ -15,7 +15,7 @@ class MeshSizes:
     dp_shard: int
     cp: int
     ep: int = 1
-    """Ranks, among dp_shard × cp, over which experts are dealt out: no factor of the world size."""
+    """Ranks, among dp_shard × cp, over which experts are partitioned: no factor of the world size."""
 
     @property
     def dp(self) -> int:

@@ -3,7 +3,7 @@
     rank = (dp_replicate index · dp_shard + dp_shard index) · cp + cp index
 
 Context-parallel ranks are neighbours, so that their traffic stays within a node; they hold different parameter
-shards too, so sharding runs over dp_shard × cp together. Experts are dealt out over ep neighbours among these, and
+shards too, so sharding runs over dp_shard × cp together. Experts are partitioned over ep neighbours among these, and
 each expert is sharded over the others:
 
     rank = (dp_replicate index · (dp_shard · cp / ep) + expert_shard index) · ep + expert index
@@ -51,7 +51,7 @@ class Mesh:
 
     @property
     def expert_shard(self) -> DeviceMesh | None:
-        """As `shard`, of experts that are dealt out."""
+        """As `shard`, of partitioned experts."""
         if self.experts is None:
             return None
         return self.experts["replicate", "shard"] if self.experts.ndim == 3 else self.experts["shard"]

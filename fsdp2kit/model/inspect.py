@@ -1,4 +1,4 @@
-"""What a model can do, tried on a tiny twin instead of read from its config; and checks of its limits."""
+"""What a model can do, tried on a small copy instead of read from its config; and checks of its limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp2kit.model.layer_functions import use_no_kernels
 
 T = TypeVar("T")
 
-# Sizes that make a twin small. All else (ratios of head counts, norms, scalings, caps) is kept.
+# Sizes that are reduced in a small copy. All else (ratios of head counts, norms, scalings, caps) is kept.
 _SMALL = {
     "vocab_size": 128,
     "intermediate_size": 32,
@@ -55,7 +55,7 @@ _MOST_KINDS = 3
 
 @dataclass(frozen=True, eq=False)
 class Traits:
-    """Facts about a model's architecture, found by `inspect_model`; the twin is kept in memory.
+    """Facts about a model's architecture, found by `inspect_model`; the small copy is kept in memory.
 
     Attributes:
         causal: no logit depends on a later token; None if it could not be tried.
@@ -65,9 +65,9 @@ class Traits:
             right, and only slower.
         has_position_table: it cannot run beyond ``max_position_embeddings``, because it has a table of positions.
         uncalled_modules: names of modules that are never called: the module around them reads their parameters.
-            Convolutions are always among them: fast kernels of Mamba and the like, which a twin on the CPU does not
+            Convolutions are always among them: fast kernels of Mamba and the like, which a small copy on a CPU does not
             run, take their weights.
-        no_twin: why there is no twin to try anything on; None if there is one.
+        no_small_copy: why there is no small copy to try anything on; None if there is one.
     """
 
     causal: bool | None
@@ -75,46 +75,46 @@ class Traits:
     linear_head: bool
     has_position_table: bool
     uncalled_modules: frozenset[str]
-    no_twin: str | None
-    _twin: PreTrainedModel | None = field(repr=False)
+    no_small_copy: str | None
+    _small_copy: PreTrainedModel | None = field(repr=False)
     _outcomes: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, trial: Callable[[Any], T]) -> T:
-        """The outcome of trying something on a copy of the twin (None where there is none), remembered by ``key``."""
+        """The outcome of a trial on a new `small_copy` (None where there is none), remembered by ``key``."""
         if key not in self._outcomes:
-            self._outcomes[key] = trial(self.twin())
+            self._outcomes[key] = trial(self.small_copy())
         return self._outcomes[key]
 
-    def twin(self) -> PreTrainedModel | None:
-        """A copy of the twin to try something on (see `build_twin`), as new each time; None where there is none."""
-        return copy.deepcopy(self._twin)
+    def small_copy(self) -> PreTrainedModel | None:
+        """A new small copy to try something on (see `build_small_copy`); None where there is none."""
+        return copy.deepcopy(self._small_copy)
 
 
 def inspect_model(model: PreTrainedModel) -> Traits:
-    """Build the tiny twin of ``model`` and find out its traits.
+    """Build the small copy of ``model`` and find out its traits.
 
     Args:
         model: on meta or real, before it is made parallel; it is not changed.
     """
-    twin = None
-    no_twin = None
+    small = None
+    no_small_copy = None
     try:
-        twin = build_twin(model)
+        small = build_small_copy(model)
     except Exception as error:  # whatever an architecture raises
         said = str(error).strip().partition("\n")[0]
-        no_twin = f"a small copy of it does not run ({type(error).__name__}: {said})"
+        no_small_copy = f"a small copy of it does not run ({type(error).__name__}: {said})"
     backbone_name(model)  # refuses a model that is not a decoder with a head
-    # The twin's layers stand for all layers of their kind.
-    uncalled = _try(_uncalled_modules, twin) or set()
+    # The small copy's layers stand for all layers of their kind.
+    uncalled = _try(_uncalled_modules, small) or set()
     convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
     return Traits(
-        causal=_try(is_causal, twin),
-        separates_packed=_try(separates_packed_documents, twin),
-        linear_head=bool(_try(_has_linear_head, twin)),
-        has_position_table=bool(_try(_has_position_table, twin)),
+        causal=_try(is_causal, small),
+        separates_packed=_try(separates_packed_documents, small),
+        linear_head=bool(_try(_has_linear_head, small)),
+        has_position_table=bool(_try(_has_position_table, small)),
         uncalled_modules=frozenset(convolutions | {n for n, _ in model.named_modules() if any_layer(n) in uncalled}),
-        no_twin=no_twin,
-        _twin=twin,
+        no_small_copy=no_small_copy,
+        _small_copy=small,
     )
 
 
@@ -217,66 +217,66 @@ def check_attention(attention: str, *, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _try(question: Callable[[Any], T], twin: PreTrainedModel | None) -> T | None:
-    """The answer on a copy of the twin; None if it cannot be tried."""
+def _try(question: Callable[[Any], T], small: PreTrainedModel | None) -> T | None:
+    """The answer on a new small copy; None if it cannot be tried."""
     try:
-        return None if twin is None else question(copy.deepcopy(twin))
+        return None if small is None else question(copy.deepcopy(small))
     except Exception:  # whatever an architecture raises
         return None
 
 
-def is_causal(twin: PreTrainedModel) -> bool:
+def is_causal(small: PreTrainedModel) -> bool:
     """Whether no logit depends on a later token."""
     tokens = _tokens()
     changed = _tokens()
     changed[:, -1] += 1
-    before, after = (twin(input_ids=ids, use_cache=False).logits for ids in (tokens, changed))
+    before, after = (small(input_ids=ids, use_cache=False).logits for ids in (tokens, changed))
     return _same(before[:, :-1], after[:, :-1])
 
 
-def separates_packed_documents(twin: PreTrainedModel) -> bool:
+def separates_packed_documents(small: PreTrainedModel) -> bool:
     """Whether a packed document's logits are those of the document alone, given only restarting positions."""
     tokens = _tokens()
     half = tokens.shape[1] // 2
     positions = torch.cat([torch.arange(half), torch.arange(half)])[None]
-    packed = twin(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    alone = [twin(input_ids=part, use_cache=False).logits for part in (tokens[:, :half], tokens[:, half:])]
+    packed = small(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    alone = [small(input_ids=part, use_cache=False).logits for part in (tokens[:, :half], tokens[:, half:])]
     return _same(packed, torch.cat(alone, dim=1))
 
 
-def _has_linear_head(twin: Any) -> bool:
-    head = twin.get_output_embeddings()
+def _has_linear_head(small: Any) -> bool:
+    head = small.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
     generator = torch.Generator().manual_seed(0)
-    for parameter in twin.parameters():
+    for parameter in small.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
-    hidden = getattr(twin, backbone_name(twin))(input_ids=tokens, use_cache=False)[0]
-    logits = twin(input_ids=tokens, use_cache=False).logits
+    tokens = torch.randint(0, small.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
+    hidden = getattr(small, backbone_name(small))(input_ids=tokens, use_cache=False)[0]
+    logits = small(input_ids=tokens, use_cache=False).logits
     return torch.allclose(logits, F.linear(hidden, head.weight), rtol=1e-5, atol=1e-5)
 
 
-def _has_position_table(twin: PreTrainedModel) -> bool:
-    def runs(twin: Any, length: int) -> bool:
+def _has_position_table(small: PreTrainedModel) -> bool:
+    def runs(small: Any, length: int) -> bool:
         positions = torch.arange(length)[None]
-        twin(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
+        small(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
         return True
 
-    size = value_of(twin.config.get_text_config(), "max_position_embeddings")
+    size = value_of(small.config.get_text_config(), "max_position_embeddings")
     if not isinstance(size, int) or size <= 0:  # XLNet has −1: no limit
         return False
     # Past the end of an embedding or a buffer, each architecture raises another exception.
-    return bool(_try(lambda twin: runs(twin, size), twin)) and not _try(lambda twin: runs(twin, size + 1), twin)
+    return bool(_try(lambda small: runs(small, size), small)) and not _try(lambda small: runs(small, size + 1), small)
 
 
-def _uncalled_modules(twin: nn.Module) -> set[str]:
+def _uncalled_modules(small: nn.Module) -> set[str]:
     """Names of modules that are never called, with ``*`` for the layer's number."""
     called: set[str] = set()
-    for name, module in twin.named_modules():
+    for name, module in small.named_modules():
         module.register_forward_hook(lambda *_, name=name: called.add(any_layer(name)))
-    twin(input_ids=_tokens(), use_cache=False)
-    return {any_layer(name) for name, _ in twin.named_modules()} - called
+    small(input_ids=_tokens(), use_cache=False)
+    return {any_layer(name) for name, _ in small.named_modules()} - called
 
 
 def any_layer(name: str) -> str:
@@ -292,7 +292,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=1e-4, atol=1e-4)
 
 
-# The twin
+# The small copy
 
 
 def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: bool = False) -> PretrainedConfig:
@@ -402,8 +402,8 @@ def _narrow_mamba(config: Any) -> None:
                     setattr(config, groups, min(getattr(config, groups), 2))
 
 
-def build_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A small twin of ``model`` on the CPU in eval mode, which has run once.
+def build_small_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A small copy of ``model`` on the CPU in eval mode, which has run once.
 
     It has few, narrow layers; or few layers of the model's width, if the architecture's widths cannot shrink alike.
 
@@ -411,12 +411,12 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
         Exception: whatever an architecture raises that does not shrink, or does not run.
     """
     try:
-        return _build_twin(model, narrow=True)
+        return _build_small_copy(model, narrow=True)
     except Exception:
-        return _build_twin(model, narrow=False)
+        return _build_small_copy(model, narrow=False)
 
 
-def _build_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
+def _build_small_copy(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
     with (
         warnings.catch_warnings(),
         torch.device("cpu"),
@@ -426,14 +426,14 @@ def _build_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         config = shrink_config(model.config, narrow=narrow)
-        twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        use_no_kernels(twin)
+        small = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        use_no_kernels(small)
         # Larger weights than the usual 0.02: attention would be all but uniform, and leaks between documents would be
         # lost in rounding.
-        for parameter in twin.parameters():
+        for parameter in small.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
             elif not parameter.any():  # sinks of heads, biases: what is zero at first takes part as well
                 parameter.normal_(std=0.2)
-        twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
-        return twin
+        small(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+        return small

@@ -67,7 +67,7 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
 def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
     """Undo what Liger changes for the whole process, beside the model's own modules.
 
-    Models that are built later (the tiny twins, on the CPU) look up classes and functions in transformers' modules, in
+    Models that are built later (small copies, on the CPU) look up classes and functions in transformers' modules, in
     `torch.nn` and in the table of activations. Classes are put back: this model's modules have theirs. A function
     (RoPE) is looked up at every call, so it is replaced by one that looks at the device.
     """

@@ -45,7 +45,7 @@ def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None
 
     Args:
         model: a transformers causal language model, before `fully_shard`.
-        own_head: whether logits are more than ``hidden @ weightᵀ``; by default a tiny twin is asked.
+        own_head: whether logits are more than ``hidden @ weightᵀ``; by default a small copy is asked.
     """
     if isinstance(model, LossModel):
         return

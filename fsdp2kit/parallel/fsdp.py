@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
-from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, shard_dim
+from fsdp2kit.parallel.expert_parallel.partition import ExpertPlan, shard_dim
 from fsdp2kit.weights.modules import base_module
 from fsdp2kit.weights.record import find_ties, weights_of
 
@@ -43,7 +43,7 @@ class Unit:
     kept: tuple[str, ...] = ()
     """Names of its parameters, if it is the unit of those that stay in float32 inside other units' modules."""
     experts: bool = False
-    """Whether these are experts that are dealt out, and sharded over fewer ranks."""
+    """Whether these are partitioned experts, and sharded over fewer ranks."""
     by_side: tuple[str, ...] = ()
     """Names of its parameters that are sharded over another dimension than rows: there are more ranks than experts."""
 
@@ -69,7 +69,7 @@ def plan_units(
     Args:
         model: before it is sharded; it may be on meta.
         traits: what `inspect_model` found, if it was called already.
-        experts: those that are dealt out; each of its modules becomes a unit.
+        experts: those that are partitioned; each of its modules becomes a unit.
         ranks: that a parameter is sharded over. Experts in one tensor that are fewer are sharded over a side of their
             matrices that ``ranks`` divides, if there is one; by rows, some ranks would hold nothing but padding.
         in_4_bits: weights that will be stored so: always sharded by rows, of which they have many.
@@ -78,8 +78,8 @@ def plan_units(
     ignored = set(ignored_modules(section, model))
     head = model.get_output_embeddings()
     named, chosen = _choose(section, model, traits)
-    dealt_out = set(experts.modules if experts else ())
-    chosen = (chosen | dealt_out) - ignored
+    partitioned = set(experts.modules if experts else ())
+    chosen = (chosen | partitioned) - ignored
     kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
         kind = type(model.get_submodule(backbone)).__name__
@@ -105,8 +105,8 @@ def plan_units(
             dtype = "float32" if of_head and module is head else section.param_dtype
             units.append(Unit(name, type(module).__name__, inside[name], dtype, None, False))
         else:
-            count = inside[name] // experts.ranks if experts and name in dealt_out else inside[name]
-            units.append(Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out))
+            count = inside[name] // experts.ranks if experts and name in partitioned else inside[name]
+            units.append(Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in partitioned))
     return tuple(_with_sides(unit, owned[unit.name], model, ranks=ranks, by_rows=in_4_bits) for unit in units)
 
 
@@ -265,7 +265,7 @@ def apply_fsdp(
     """Shard ``model`` over ``mesh``, in place.
 
     Args:
-        experts: `Mesh.expert_shard`, for the units of experts that are dealt out.
+        experts: `Mesh.expert_shard`, for the units of partitioned experts.
         units: what `plan_units` returned, if it was called already.
     """
     units = plan_units(section, model, ranks=mesh.size(-1)) if units is None else units

@@ -17,7 +17,7 @@ from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.expert_parallel.deal import deal_out
+from fsdp2kit.parallel.expert_parallel.partition import partition_experts
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -53,7 +53,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         use_no_kernels(model)
     apply_attention(model, plan.attention, group=mesh.cp_group)
     if plan.experts is not None and mesh.experts is not None:
-        deal_out(model, plan.experts, mesh=mesh.experts)
+        partition_experts(model, plan.experts, mesh=mesh.experts)
     # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
     # a layer is recomputed in backward.
     broken = [model.get_submodule(name) for name in plan.broken_layers] if plan.compile.enabled else []

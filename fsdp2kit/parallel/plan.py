@@ -30,7 +30,7 @@ from fsdp2kit.model.inspect import (
     inspect_model,
 )
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
+from fsdp2kit.parallel.expert_parallel.partition import ExpertPlan, plan_experts
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
@@ -56,7 +56,7 @@ class ParallelPlan:
     own_head: bool
     """Whether logits are more than ``hidden @ weightᵀ``, and so come from the model's own forward (`attach_loss`)."""
     experts: ExpertPlan | None
-    """The experts that are dealt out; None: none are."""
+    """The partitioned experts; None: none are."""
     units: tuple[Unit, ...]
     """The FSDP units, the root first; ``fsdp`` has the prefetch depths."""
     float8: Float8Plan | None

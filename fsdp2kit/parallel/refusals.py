@@ -151,8 +151,8 @@ def refuse_router_loss(model: PreTrainedModel, config: TrainingConfig) -> None:
 
 def refuse_text_part_with_other_logits(whole: Whole, traits: Traits) -> None:
     """The text part of a model of several parts, unless a small copy has the logits that the whole model has."""
-    if traits.no_twin:
-        what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_twin}"
+    if traits.no_small_copy:
+        what = f"the text part of {type(whole.model).__name__} cannot be tried: {traits.no_small_copy}"
         raise UserError("model.path", what, "use a text model")
     traits.once("whole", whole.check_same_logits)
 
@@ -168,12 +168,12 @@ def refuse_selective_that_is_overwritten(
     model: PreTrainedModel, traits: Traits, section: ActivationCheckpointingConfig
 ) -> None:
     """Results that are kept for backward, and that the model changes in place; tried on a small copy."""
-    twin = traits.twin()
-    if twin is None:
+    small = traits.small_copy()
+    if small is None:
         return
-    apply_activation_checkpointing(section, decoder_layers(twin), device_type="cpu")
+    apply_activation_checkpointing(section, decoder_layers(small), device_type="cpu")
     try:
-        twin(input_ids=torch.arange(2, 14)[None], use_cache=False).logits.sum().backward()
+        small(input_ids=torch.arange(2, 14)[None], use_cache=False).logits.sum().backward()
     except RuntimeError as error:
         if "mutated" in str(error):
             what = f"{type(model).__name__} changes results in place that would be kept for backward"
@@ -208,7 +208,7 @@ def _leak(model: PreTrainedModel, traits: Traits, attention: AttentionPath | Non
     if is_recurrent and (why := try_recurrent(model, traits)):
         return f"{name}: {why}"
     if traits.separates_packed is None:
-        why = traits.no_twin or "a small copy of it does not run in packed rows"
+        why = traits.no_small_copy or "a small copy of it does not run in packed rows"
         return f"packed documents might see each other in {name}: {why}"
     if unknown:  # a convolution's small weights might hide a leak in the trial
         return f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"

@@ -33,7 +33,7 @@ from fsdp2kit.train.throughput import Throughput
 
 
 @dataclass(frozen=True)
-class DealtOut:
+class RankBatches:
     """Global batches as a loader that hands out a data-parallel rank's rows, in micro-batches."""
 
     batches: Sequence[Rows]
@@ -115,8 +115,8 @@ class Sharded:
         self.start(len(batches))
         micro_batch_size = self.config.train.micro_batch_size
         mesh = self.mesh
-        dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-        first = next_batch(dealt, 0, mesh=mesh)
+        loader = RankBatches(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+        first = next_batch(loader, 0, mesh=mesh)
         fsdp = self.config.fsdp
         accumulate_gradients(self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=fsdp)
         gradients = {}
@@ -127,7 +127,7 @@ class Sharded:
             if mesh.rank == 0:
                 gradients[name] = gradient.float().cpu().numpy()
         self.model.zero_grad()
-        self.train(dealt)
+        self.train(loader)
         return Curves(gradients, *([record[name] for record in self.records] for name in ("loss", "grad_norm", "lr")))
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ class PlannedCollective:
     kind: str
     """ "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "send"."""
     dim: str
-    """Mesh dimension: "shard", "replicate", "cp" or "world"; of experts that are dealt out "expert", over which they
+    """Mesh dimension: "shard", "replicate", "cp" or "world"; of partitioned experts "expert", over which they
     are, and "expert shard", over which each rank's are sharded."""
     link: str
     """ "node" if every group of that dimension is on one node, else "network"."""

@@ -32,7 +32,7 @@ from fsdp2kit.parallel.low_bits import apply_nf4
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, item_bytes, rank_tokens
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
-from fsdp2kit.planner.dispatch import deal_out_on_one_rank
+from fsdp2kit.planner.dispatch import partition_on_one_rank
 from fsdp2kit.torch_compat import FakeTensorMode
 from fsdp2kit.weights.modules import cast_model
 
@@ -202,7 +202,7 @@ def _make_ready(
     if plan.nf4 is not None:
         apply_nf4(plan.nf4, small)
     if plan.experts is not None:
-        deal_out_on_one_rank(small, plan)
+        partition_on_one_rank(small, plan)
     path = plan.attention
     masks = path.masks_every_row or path.recurrent_layers > 0  # beside recurrent layers, attention gets our masks
     path = replace(path, method=None, recurrent_layers=0, masks_every_row=masks)

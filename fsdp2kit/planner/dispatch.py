@@ -1,4 +1,4 @@
-"""What experts that are dealt out take on a rank: vectors that come, their projections, exchanges.
+"""What partitioned experts take on a rank: vectors that come, their projections, exchanges.
 
 The load of a rank is the number of vectors that its experts receive, over that of an even routing. docs/dev/memory.md
 derives the forms from `expert_parallel.experts`.
@@ -83,7 +83,7 @@ class Dispatch:
 
 
 def dispatches(model: PreTrainedModel, plan: ParallelPlan, *, tokens: int) -> dict[str, Dispatch]:
-    """The experts of each decoder layer that has some, by the layer's name; {} where none are dealt out.
+    """The experts of each decoder layer that has some, by the layer's name; {} where none are partitioned.
 
     Args:
         tokens: of a micro-batch on this rank.
@@ -135,7 +135,7 @@ def with_load(layer: LayerMemory, dispatch: Dispatch, load: float = 1) -> LayerM
     )
 
 
-def deal_out_on_one_rank(model: PreTrainedModel, plan: ParallelPlan) -> None:
+def partition_on_one_rank(model: PreTrainedModel, plan: ParallelPlan) -> None:
     """Leave a model on meta the experts of the rank with the most, which then take an even routing's memory."""
     for module in find_experts(model).values():
         held = shares(module.num_experts, plan.sizes.ep)[0]

@@ -54,7 +54,7 @@ class ReductionPrice:
 
 @dataclass(frozen=True)
 class DispatchLoad:
-    """What experts that are dealt out receive, and what an uneven routing costs."""
+    """What partitioned experts receive, and what an uneven routing costs."""
 
     ep: int
     rows: int
@@ -92,7 +92,7 @@ class Estimate:
     reduction: ReductionPrice | None
     """None if it was not asked for, if there is one micro-batch, or if nothing is sharded."""
     dispatch: DispatchLoad | None
-    """None: no experts are dealt out."""
+    """None: no experts are partitioned."""
     speed: Speed | None
     untimed: str | None
     """Why there is no speed."""

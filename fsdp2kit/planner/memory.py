@@ -128,14 +128,14 @@ def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
 
 
 def _experts_of(step: StepMemory, name: str) -> UnitSize | None:
-    """The unit of a layer's experts that are dealt out, which is gathered when most of the layer has run."""
+    """The unit of a layer's partitioned experts, which is gathered when most of the layer has run."""
     return next((unit for unit in step.units if unit.experts and unit.name.startswith(f"{name}.") and name), None)
 
 
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
     """Bytes of the units that are whole while the module ``name`` runs, and of the largest that is gathered then.
 
-    Without experts that are dealt out.
+    Without partitioned experts.
     """
     around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
     inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name and not unit.experts]
@@ -296,7 +296,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
 def _gathered_in_backward(step: StepMemory, stops: list[tuple[str, LayerMemory | None]]) -> Iterator[dict[str, int]]:
     """What is whole, or gathered ahead, while the backward of each module runs; the last module comes first.
 
-    Without the module's own experts that are dealt out.
+    Without the module's own partitioned experts.
     """
     kept_whole = {unit.name: unit.kept_after_forward for unit in step.units if unit.name}
     to_come = [unit for unit in step.units[::-1] if unit.gathered_again or not unit.gathers_in_backward]

@@ -19,7 +19,7 @@ from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes
 def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
 
-    Heads are dealt out over ``tp``; each rank keeps at least one. A layer with a sliding window keeps that many tokens
+    Heads are divided over ``tp``; each rank keeps at least one. A layer with a sliding window keeps that many tokens
     at most. A layer without attention keeps none; its state, of a fixed size, is not counted. Latent attention caches
     the expanded keys and values, as transformers does.
     """

@@ -141,10 +141,10 @@ class Search:
         """Cheap changes that fit: single options where one is enough, else options added up in order of price.
 
         An option without which it still fits is left out again. More ranks come last: twice as many, up to 64 times,
-        with as many times the global batch where the given one cannot be dealt out.
+        with as many times the global batch where the given one cannot be divided.
 
         Returns:
-            If the config fits as it is, first one without changes, then with experts dealt out where that is faster;
+            If the config fits as it is, first one without changes, then with experts partitioned where that is faster;
             none if nothing that was tried fits.
         """
         as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))

@@ -31,14 +31,14 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_c
 class UnitSize:
     """One FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over.
 
-    Experts that are dealt out count on the rank with the most of them.
+    Partitioned experts count on the rank with the most of them.
     """
 
     name: str
     shards: int
     """Ranks that it is sharded over."""
     experts: bool
-    """Whether these are experts that are dealt out."""
+    """Whether these are partitioned experts."""
     whole: int
     """Bytes of the gathered parameters; those in 4 bits stay in 4 bits."""
     trained: int
@@ -194,7 +194,7 @@ class StepMemory:
     beside: dict[str, int]
     """Bytes that stay beside the model throughout, by category: a frozen reference, an embedded engine."""
     dispatch: dict[str, Dispatch]
-    """Experts that are dealt out, by the name of their decoder layer."""
+    """Partitioned experts, by the name of their decoder layer."""
 
     @functools.cached_property
     def by_name(self) -> dict[str, UnitSize]:
@@ -212,7 +212,7 @@ class StepMemory:
 
     @property
     def shards(self) -> int:
-        """Ranks that all is sharded over but experts that are dealt out."""
+        """Ranks that all is sharded over but partitioned experts."""
         return shard_ranks(self.plan.fsdp, self.plan.sizes)
 
     @property

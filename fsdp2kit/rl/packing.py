@@ -77,7 +77,7 @@ def pack(
         values: by name, for each rollout, one number for each token of its response.
     """
     lengths = [len(prompt) + len(response) for prompt, response, _ in texts]
-    packs = deal_packs(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
+    packs = balanced_packs(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
     block = _BLOCK * cp
     longest = max(sum(lengths[at] for at in one) for one in packs)
     share = Share(min(seq_len, -(-longest // block) * block), len(packs), micro_batch_size, dp_rank, dp, pad_id)
@@ -94,8 +94,8 @@ def pack(
     return share.batches([filled(packs[at]) for at in share.packs], sources=1)
 
 
-def deal_packs(lengths: Sequence[int], *, seq_len: int, multiple: int) -> list[list[int]]:
-    """Deal documents, longest first, each to the emptiest pack; as few packs as fit, a multiple of ``multiple``.
+def balanced_packs(lengths: Sequence[int], *, seq_len: int, multiple: int) -> list[list[int]]:
+    """Put documents, longest first, each into the emptiest pack; as few packs as fit, a multiple of ``multiple``.
 
     Args:
         lengths: each at most ``seq_len``.

@@ -1,8 +1,8 @@
 """Keeping the experts of a mixture of experts evenly loaded (``[moe]``), and figures of their load; docs/moe.md.
 
 The loss of a row counts as often as the row has items (targets), so that its mean over a global batch is the same
-however rows are dealt out. Ranks that share a row add up the counts before they are multiplied. Each then adds its own
-tokens' part of the loss: the probabilities need no exchange, and the gradients are summed with those of the model.
+however rows are distributed. Ranks that share a row add up the counts before they are multiplied. Each then adds its
+own tokens' part of the loss: the probabilities need no exchange, and the gradients are summed with those of the model.
 """
 
 from __future__ import annotations

@@ -161,17 +161,17 @@ class Whole(FileNames):
         return found
 
     @torch.no_grad()
-    def check_same_logits(self, twin: PreTrainedModel) -> None:
-        """Refuse a whole that computes other logits of text than its text part, tried on a small twin of that part.
+    def check_same_logits(self, small: PreTrainedModel) -> None:
+        """Refuse a whole that computes other logits of text than its text part, tried on a small copy of that part.
 
         Args:
-            twin: its decoder and head are put into a small whole, whose other parts stay on meta.
+            small: its decoder and head are put into a small whole, whose other parts stay on meta.
         """
-        config = copy.deepcopy(twin.config)
+        config = copy.deepcopy(small.config)
         config.pad_token_id = 0  # some replace images' tokens by it, before they are looked up
         around = build_whole(self.config, config).eval()
-        for (own, there), module in zip(self.pairs, (twin.get_decoder(), twin.get_output_embeddings()), strict=True):
-            assert twin.get_submodule(own) is module
+        for (own, there), module in zip(self.pairs, (small.get_decoder(), small.get_output_embeddings()), strict=True):
+            assert small.get_submodule(own) is module
             owner, _, leaf = there.rpartition(".")
             setattr(around.get_submodule(owner), leaf, module)
         ids = torch.arange(2, 14)[None]
@@ -180,7 +180,7 @@ class Whole(FileNames):
         except Exception as error:  # whatever an architecture raises, one that computes something on meta above all
             reason = str(error).partition("\n")[0]
             raise refused(type(self.model), f"it does not run on text alone ({reason})") from None
-        ours = twin(input_ids=ids, use_cache=False).logits
+        ours = small(input_ids=ids, use_cache=False).logits
         if theirs.is_meta or not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5):
             raise refused(type(self.model), "its logits of text are others than those of its text part alone")
 

@@ -51,9 +51,7 @@ def test_killed_runs_end_as_if_they_had_not_been(
 
 
 @pytest.mark.full
-def test_killed_runs_of_experts_that_are_dealt_out_lose_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_runs_of_partitioned_experts_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what they kept goes on with another ep as what was never killed goes on with the same."""
     model = demo_model_dir(tmp_path / "model", kind="qwen3_moe")
     options = [f"model.path='{model}'", "model.weights=pretrained", "model.config=none"]

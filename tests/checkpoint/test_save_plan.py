@@ -265,5 +265,5 @@ def _names_agree() -> bool:
     return sorted(name for one in gather_objects(names, group=group) for name in one) == [f"t{n}" for n in range(1, 9)]
 
 
-def test_tensors_that_are_not_sharded_are_dealt_out(pool: WorkerPool) -> None:
+def test_tensors_that_are_not_sharded_are_divided_over_ranks(pool: WorkerPool) -> None:
     assert all(pool.run(4, _names_agree))

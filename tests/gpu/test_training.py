@@ -21,7 +21,7 @@ from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
 from fsdp2kit.rl.sleep import sleep, wake_up
 from fsdp2kit.train.step import GlobalBatch, next_batch
@@ -182,11 +182,11 @@ def test_a_step_waits_for_the_device_once(folder: Path, world: World, micro: int
     throughput = Recorder(sharded).throughput
     optimizer = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=3)
-    dealt = DealtOut(make_batches(3), micro)
+    loader = RankBatches(make_batches(3), micro)
     for index in range(3):  # the first uses of kernels and pinned memory may wait
         torch.cuda.synchronize()
         with count_host_syncs(world.device) as syncs:
-            batch = next_batch(dealt, index, mesh=sharded.mesh)
+            batch = next_batch(loader, index, mesh=sharded.mesh)
             step(sharded, optimizer, schedule, batch, number=index + 1)
             throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
             throughput.record()
@@ -292,7 +292,7 @@ def test_deterministic_runs_repeat_bit_for_bit(folder: Path) -> None:
 def _ready(folder: Path, *fsdp: tuple[str, str]) -> tuple[Sharded, GlobalBatch]:
     """A sharded model and its first global batch."""
     sharded = build(Case("smollm2", micro=2, fsdp=fsdp).config(folder, steps=5, rows=4))
-    return sharded, next_batch(DealtOut(make_batches(), 2), 0, mesh=sharded.mesh)
+    return sharded, next_batch(RankBatches(make_batches(), 2), 0, mesh=sharded.mesh)
 
 
 class _TinyConfig:

@@ -48,7 +48,7 @@ def members(layout: Layout, dim: str) -> list[list[int]]:
     data=st.data(),
 )
 def test_groups_cross_nodes_where_their_ranks_do(counts: list[int], cyclic: bool, data: st.DataObject) -> None:
-    """Nodes of any size, their ranks neighbours or dealt out in turns; cp and replicas of any size that divides."""
+    """Nodes of any size, their ranks neighbours or assigned in turns; cp and replicas of any size that divides."""
     hosts = [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
     if cyclic:
         rounds = itertools.zip_longest(*([f"n{node}"] * count for node, count in enumerate(counts)))
@@ -120,7 +120,7 @@ def test_prices_stand_where_the_fact_is() -> None:
     ]
 
 
-def test_ranks_that_are_dealt_out_to_nodes_in_turns_are_told_how_to_be_numbered() -> None:
+def test_ranks_that_are_assigned_to_nodes_in_turns_are_told_how_to_be_numbered() -> None:
     layout = laid_out(("a", "b") * 4, cp=2)
     assert layout.warnings()[0] == (
         "cp crosses nodes; the ranks of a node are not neighbours: number them node by node "

@@ -87,7 +87,7 @@ def _summon() -> dict[str, Any]:
     with FSDP1.summon_full_params(old):
         summoned = {name.replace("_fsdp_wrapped_module.", ""): value.clone() for name, value in old.named_parameters()}
     found = {name: whole(parameter.detach()) for name, parameter in new.named_parameters()}
-    # FSDP1 wrote back what was changed inside the context; here a whole tensor is dealt out again.
+    # FSDP1 wrote back what was changed inside the context; here a whole tensor is sharded again.
     with torch.no_grad():
         for parameter in new.parameters():
             changed = parameter.full_tensor() + 1

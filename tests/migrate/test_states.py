@@ -119,7 +119,7 @@ def _optimizer_states(name: str, from_fsdp1: bool) -> dict[str, Any]:
     # On the CPU, FSDP1 gathers both of Adam's moments into one buffer, and returns the second twice.
     [("adamw", False, 2), full("sgd", False, 1), full("sgd", True, 1)],
 )
-def test_optimizer_states_are_named_gathered_and_dealt_out(
+def test_optimizer_states_are_named_gathered_and_sharded(
     name: str, from_fsdp1: bool, fields: int, pool: WorkerPool
 ) -> None:
     for rank, found in enumerate(pool.run(2, _optimizer_states, name, from_fsdp1)):

@@ -124,7 +124,7 @@ def test_experts_count_by_the_share_a_token_visits(
 
 
 @pytest.mark.full
-def test_dealing_experts_out_changes_no_flops() -> None:
+def test_partitioning_experts_changes_no_flops() -> None:
     """The counts that MFU takes are the plan's, of the whole model."""
     found = [planned(config_of(small(QWEN3_30B), mesh={"ep": ep}), device=find_device("h100")) for ep in (1, 4)]
     mfus = [one.speed.low.mfu * one.speed.low.overlapped for one in found if one.speed is not None]

@@ -1,4 +1,4 @@
-"""Tiny twins and the traits found on them; a model's limits are those where plain transformers fails."""
+"""small copies and the traits found on them; a model's limits are those where plain transformers fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2kit.model import inspect
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import (
     beyond_positions,
-    build_twin,
+    build_small_copy,
     check_attention,
     check_positions,
     check_rope,
@@ -45,50 +45,53 @@ def test_a_recurrent_model_does_not_separate_documents() -> None:
 
 
 def test_both_probes_can_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = build_twin(tiny_model("smollm2"))
-    assert isinstance(twin, LlamaForCausalLM)
-    original = twin.forward
+    small = build_small_copy(tiny_model("smollm2"))
+    assert isinstance(small, LlamaForCausalLM)
+    original = small.forward
 
     def shuffled(input_ids: torch.Tensor, position_ids: Any = None, **options: Any) -> Any:
         return original(input_ids=input_ids.flip(1), **options)  # positions are ignored, order is turned
 
-    monkeypatch.setattr(twin, "forward", shuffled)
-    assert not is_causal(twin)
-    assert not separates_packed_documents(twin)
+    monkeypatch.setattr(small, "forward", shuffled)
+    assert not is_causal(small)
+    assert not separates_packed_documents(small)
 
 
-def test_a_model_that_has_no_twin_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_has_no_small_copy_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: Any) -> Any:
         raise KeyError("width")
 
-    monkeypatch.setattr(inspect, "build_twin", fail)
+    monkeypatch.setattr(inspect, "build_small_copy", fail)
     traits = inspect_model(tiny_model("smollm2"))
     assert (traits.causal, traits.separates_packed, traits.linear_head) == (None, None, False)
-    assert traits.twin() is None
-    assert traits.no_twin == "a small copy of it does not run (KeyError: 'width')"
+    assert traits.small_copy() is None
+    assert traits.no_small_copy == "a small copy of it does not run (KeyError: 'width')"
 
 
-def test_a_model_whose_twin_does_not_run_says_why() -> None:
+def test_a_model_whose_small_copy_does_not_run_says_why() -> None:
     """transformers' grouped products of experts want rows of 16 bytes."""
     config = AutoConfig.for_model("qwen3_moe", moe_intermediate_size=18, num_experts=4)
     with torch.device("meta"):
         traits = inspect_model(AutoModelForCausalLM.from_config(config))
     assert traits.separates_packed is None
-    assert traits.no_twin == "a small copy of it does not run (RuntimeError: strides should be multiple of 16 bytes)"
+    assert (
+        traits.no_small_copy
+        == "a small copy of it does not run (RuntimeError: strides should be multiple of 16 bytes)"
+    )
 
 
-def test_what_is_done_to_a_twin_stays_with_it() -> None:
+def test_what_is_done_to_a_small_copy_stays_with_it() -> None:
     traits, tokens = inspect_model(tiny_model("llama3")), torch.arange(8)[None]
-    twin, other = traits.twin(), traits.twin()
-    assert twin is not None
+    small, other = traits.small_copy(), traits.small_copy()
+    assert small is not None
     assert other is not None
-    logits = twin(input_ids=tokens, use_cache=False).logits
-    twin.config.eos_token_id = 5
+    logits = small(input_ids=tokens, use_cache=False).logits
+    small.config.eos_token_id = 5
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in small.parameters():
             parameter.zero_()
-    twin.get_input_embeddings().register_forward_hook(lambda *_: pytest.fail("it is another's"))
-    again = traits.twin()
+    small.get_input_embeddings().register_forward_hook(lambda *_: pytest.fail("it is another's"))
+    again = traits.small_copy()
     assert again is not None
     for each in (other, again):
         assert each.config.eos_token_id is None
@@ -105,18 +108,18 @@ def test_what_is_done_to_a_twin_stays_with_it() -> None:
         *("nemotron_h", "gemma4_text"),
     ],
 )
-def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type: str) -> None:
+def test_a_small_copy_is_small_and_leaves_its_model_and_the_generator_alone(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     before, state = model.config.to_dict(), torch.random.get_rng_state()
-    twin = build_twin(model)
-    assert twin is not None
-    assert type(twin) is type(model)
-    assert not twin.training
-    assert sum(parameter.numel() for parameter in twin.parameters()) < 500_000
-    whole, small = (_kinds(one.config) for one in (model, twin))
-    assert whole == small, "every kind of layer is there"
+    small = build_small_copy(model)
+    assert small is not None
+    assert type(small) is type(model)
+    assert not small.training
+    assert sum(parameter.numel() for parameter in small.parameters()) < 500_000
+    whole, reduced = (_kinds(one.config) for one in (model, small))
+    assert whole == reduced, "every kind of layer is there"
     assert model.config.to_dict() == before
     assert torch.equal(torch.random.get_rng_state(), state)
 

@@ -146,8 +146,8 @@ def test_models_on_the_cpu_run_as_before(liger: ModuleType) -> None:
 
     apply_liger(SECTION, model, device=CUDA)
 
-    twin = inspect_model(model)
-    assert (twin.causal, twin.separates_packed, twin.linear_head) == (True, True, True)
+    traits = inspect_model(model)
+    assert (traits.causal, traits.separates_packed, traits.linear_head) == (True, True, True)
     for other in (plain, tiny_model("smollm2")):  # one that was there before, and a new one
         assert torch.equal(other(tokens, use_cache=False).logits, logits)
 

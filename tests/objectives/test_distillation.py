@@ -33,7 +33,7 @@ from fsdp2kit.objectives.distillation import (
     of_student,
 )
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
-from fsdp2kit.parity.engine import DealtOut, whole
+from fsdp2kit.parity.engine import RankBatches, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
 from fsdp2kit.train.step import MetricNames, accumulate_gradients, next_batch
 from tests.support.cases import Case, build
@@ -209,8 +209,8 @@ def first_steps(folder: Path, cases: Sequence[tuple[Case, str, dict[str, Any]]])
         teacher = build_teacher(section, model, config=config, plan=sharded.plan, tokenizer=None)
         objective = build_distillation(section, teacher, config=config, mesh=mesh)
         names = MetricNames()
-        dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-        first, shard = next_batch(dealt, 0, mesh=mesh), sharded.inputs
+        loader = RankBatches(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+        first, shard = next_batch(loader, 0, mesh=mesh), sharded.inputs
         local = accumulate_gradients(model, first, objective=objective, names=names, shard=shard, fsdp=config.fsdp)
         assert all(parameter.grad is None for parameter in teacher.model.parameters())
         assert names.names == ("cross_entropy", "kl")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
-from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.train import profiling
 from tests.support.cases import Case, Recorder, build, run_loop
 from tests.support.models import make_batches, tiny_model_dir
@@ -37,8 +37,8 @@ def run(models: Path, case: Case, trace_dir: Path | None) -> list[dict[str, Any]
         config = config.model_copy(update={"profile": profile, "run": place})
     sharded = build(config)
     metrics = Recorder(sharded)
-    dealt = DealtOut(make_batches(STEPS, rows=ROWS, length=LENGTH), 1, dp_rank=sharded.mesh.dp_rank, dp_size=RANKS)
-    run_loop(sharded, dealt, metrics=metrics)
+    loader = RankBatches(make_batches(STEPS, rows=ROWS, length=LENGTH), 1, dp_rank=sharded.mesh.dp_rank, dp_size=RANKS)
+    run_loop(sharded, loader, metrics=metrics)
     dist.barrier()
     return metrics.records
 

@@ -49,7 +49,7 @@ def choose(
 @pytest.mark.parametrize(
     ("options", "method", "says"),
     [
-        ({"cp": 4}, "ulysses", "32 query and 8 key/value heads deal out evenly over 4 ranks"),
+        ({"cp": 4}, "ulysses", "32 query and 8 key/value heads divide evenly over 4 ranks"),
         ({"cp": 4, "heads": 9, "kv_heads": 3}, "allgather", "4096 tokens are few enough"),
         ({"cp": 16, "seq_len": 131072}, "ring", "131072 tokens are too many"),
         ({"cp": 16, "seq_len": 131072, "pack": True}, "allgather", "packed documents"),

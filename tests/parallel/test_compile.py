@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp2kit.job import distributed
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import Evaluation, generate
@@ -40,7 +40,7 @@ def phases(folder: Path, case: Case) -> list[int]:
         sharded = Sharded(config, world=distributed.start())
         sharded.curves(rows)
         found.append(len(compilations))
-        held_out = {"": DealtOut(rows, 1)}
+        held_out = {"": RankBatches(rows, 1)}
         Evaluation(config.eval, sharded.model, held_out, [], plan=sharded.plan, mesh=sharded.mesh, tokenizer=None)()
         found.append(len(compilations))
         prompt = list(range(63))

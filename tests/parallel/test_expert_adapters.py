@@ -1,4 +1,4 @@
-"""Adapters of mixtures of experts: on experts, and on other layers beside experts that are dealt out."""
+"""Adapters of mixtures of experts: on experts, and on other layers beside partitioned experts."""
 
 from __future__ import annotations
 
@@ -149,9 +149,7 @@ def test_a_run_resumes_on_other_meshes_and_is_exported(
 
 
 @pytest.mark.full
-def test_adapters_beside_experts_that_are_dealt_out_resume_on_any_ep(
-    pool: WorkerPool, toml: Path, tmp_path: Path
-) -> None:
+def test_adapters_beside_partitioned_experts_resume_on_any_ep(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     run, straight = runner(pool, toml), tmp_path / "straight"
     run(straight, 4, "lora.rank=4", "mesh.ep=2")
     for size, ep in ((4, 4), (2, 1)):

@@ -1,4 +1,4 @@
-"""What experts that are dealt out send and hold, counted on real ranks, is what the plan says."""
+"""What partitioned experts send and hold, counted on real ranks, is what the plan says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are dealt out over ``mesh.ep``: the operator, training on any mesh, and checkpoints that fit any ep."""
+"""Partitioned experts over ``mesh.ep``: the operator, training on any mesh, and checkpoints that fit any ep."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def test_checkpoints_fit_any_ep(
     for size, overrides in meshes:
         resumed = resume(run, checkpoint, tmp_path / f"{size}", size, name, *overrides)
         assert worst_relative([line["loss"] for line in resumed], straight[2:]) < 1e-5
-    one, dealt = (AutoModelForCausalLM.from_pretrained(tmp_path / run / "hf") for run in ("1", "straight"))
-    differences = [(p - q).abs().max() for p, q in zip(one.parameters(), dealt.parameters(), strict=True)]
+    one, partitioned = (AutoModelForCausalLM.from_pretrained(tmp_path / run / "hf") for run in ("1", "straight"))
+    differences = [(p - q).abs().max() for p, q in zip(one.parameters(), partitioned.parameters(), strict=True)]
     assert max(differences) < (1e-3 if optimizer in ("muon", "adamw_8bit") else 1e-5)
 
 
@@ -212,7 +212,7 @@ def test_checkpoints_fit_any_ep(
         ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}, r"2 ranks for 1 experts.*use 1"),
     ],
 )
-def test_refuses_what_cannot_be_dealt_out(kind: str, options: dict[str, Any], message: str) -> None:
+def test_refuses_what_cannot_be_partitioned(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(kind, ep=2, **options)
 

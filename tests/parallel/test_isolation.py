@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2kit.job import distributed
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import build_evaluation
 from tests.parallel.helpers.isolation import leaks
@@ -31,10 +31,10 @@ def evaluation_loss(folder: Path, case: Case) -> tuple[float, int]:
     batches = make_batches()
     config = case.config(folder, steps=1, rows=4)
     sharded = Sharded(config, world=distributed.start())
-    dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
-    evaluate = build_evaluation(config.eval, sharded.model, {"": dealt}, plan=sharded.plan, mesh=sharded.mesh)
+    loader = RankBatches(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
+    evaluate = build_evaluation(config.eval, sharded.model, {"": loader}, plan=sharded.plan, mesh=sharded.mesh)
     assert evaluate is not None
-    return evaluate()["eval_loss"], dealt.steps_per_epoch
+    return evaluate()["eval_loss"], loader.steps_per_epoch
 
 
 @pytest.mark.full

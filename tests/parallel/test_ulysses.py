@@ -24,7 +24,7 @@ HEADS = ((4, 4), (9, 3), (5, 5), (7, 1), (6, 3), (8, 2), (10, 2), (3, 1))
 
 @settings(deadline=None)
 @given(kv_heads=st.integers(1, 8), group=st.integers(1, 8), cp=st.integers(1, 16))
-def test_heads_are_dealt_out(kv_heads: int, group: int, cp: int) -> None:
+def test_heads_are_divided(kv_heads: int, group: int, cp: int) -> None:
     heads = kv_heads * group
     if heads < cp:
         with pytest.raises(ValueError, match=f"cp = {cp}"):

@@ -147,7 +147,7 @@ def test_what_is_read_inside_a_layer_with_an_adapter_is_no_unit(dora: bool, is_u
     assert ("model.layers.0.mlp.up_proj.base_layer" in found) == is_unit
 
 
-def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:
+def test_modules_that_the_model_does_not_call_are_found_on_its_small_copy() -> None:
     assert inspect_model(tiny_model("llama3")).uncalled_modules == {"model.layers"}
 
     class Reader(LlamaMLP):

@@ -87,7 +87,7 @@ def with_a_wrong_window(path: Path) -> list[tuple[str, str, str, str]]:
     original = batch.plan_segments
 
     def wider(starts: Any, *, method: str | None, window: int | None, **options: Any) -> torch.Tensor:
-        # Without a method it is the trial on a tiny twin, which would refuse what is wrong.
+        # Without a method it is the trial on a small copy, which would refuse what is wrong.
         wrong = window is not None and method is not None
         return original(starts, method=method, window=window + 1 if wrong else window, **options)
 

@@ -1,4 +1,4 @@
-"""What experts that are dealt out hold inside their operator: the forms against its code on real ranks."""
+"""What partitioned experts hold inside their operator: the forms against its code on real ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fsdp2kit.job.distributed import local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.planner import activations
 from fsdp2kit.planner.allocations import by_category
 from fsdp2kit.planner.devices import GIB, find_device
@@ -199,9 +199,9 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     # Half of the ranks have no expert's rows: shards and buffers are padded, gradients are not.
     "mixtral, more ranks than experts": (small(MIXTRAL, layers=3), 16, {**SHORT, **checkpointing("full")}),
     "mixtral, ulysses over 8": (small(MIXTRAL, layers=3), 16, {**LONG, "mesh": {"cp": 8}}),
-    "experts dealt out over 2, full": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("full"), "ep": 2}),
-    "experts dealt out over 4": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("none"), "ep": 4}),
-    "experts dealt out over 8, of one rank each": (
+    "experts partitioned over 2, full": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("full"), "ep": 2}),
+    "experts partitioned over 4": (small(QWEN3_30B, layers=3), 8, {**EXPERTS, **checkpointing("none"), "ep": 4}),
+    "experts partitioned over 8, of one rank each": (
         small(QWEN3_30B, layers=3),
         8,
         {**EXPERTS, **checkpointing("selective"), "ep": 8},
@@ -232,7 +232,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 DEFAULT = (
     "llama, full_shard, none",
     "llama, ulysses over 2",
-    "experts dealt out over 2, full",
+    "experts partitioned over 2, full",
 )
 # Others of `CASES` hold what is particular to these.
 REPEATED = (
@@ -242,7 +242,7 @@ REPEATED = (
     "tied, held back",
     "lora",
     "nf4",
-    "experts dealt out over 4",
+    "experts partitioned over 4",
 )
 OTHERS = [
     pytest.param(
@@ -350,10 +350,10 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
     config = case.config(folder, steps=1, rows=ROWS)
     sharded = Sharded(config, world=distributed.start())
     optimizer = build_optimizer(config.optimizer, sharded.model)
-    dealt = DealtOut(
+    loader = RankBatches(
         make_batches(1, rows=ROWS), case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp
     )
-    batch = next_batch(dealt, 0, mesh=sharded.mesh)
+    batch = next_batch(loader, 0, mesh=sharded.mesh)
     # Every token has a target. What is made of a batch, the host's tables of segments among it, is no activation.
     micro_batches = (replace(micro, labels=torch.zeros_like(micro.labels)) for micro in batch.micro_batches)
     prepared = iter([sharded.inputs(micro) for micro in micro_batches])

@@ -95,7 +95,7 @@ def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.full
-def test_experts_are_dealt_out_where_that_fits(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_partitioned_where_that_fits(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = toml({**QWEN3_30B, "num_hidden_layers": 3, "vocab_size": 32000})
     given = (path, "--world-size", "8", "--fit", "data.seq_len=4096", "activation_checkpointing.mode=full")
     alone = json.loads(run(capsys, *given, "--device-memory", "70", "--json", "mesh.ep=8")[1])

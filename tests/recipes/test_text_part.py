@@ -378,7 +378,7 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
     model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
     whole, traits = weights_of(model).whole, inspect_model(model)
     assert whole is not None
-    whole.check_same_logits(traits.twin())
+    whole.check_same_logits(traits.small_copy())
     forward = Gemma3ForConditionalGeneration.forward
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -387,7 +387,7 @@ def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", scaled)
     with pytest.raises(UserError, match="its logits of text are others than those of its text part alone"):
-        whole.check_same_logits(traits.twin())
+        whole.check_same_logits(traits.small_copy())
 
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise ImportError("it needs timm\n(pip install timm)")

@@ -35,7 +35,7 @@ from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.rl.environments.conversations import Conversations
 from fsdp2kit.rl.evaluation import RewardEvaluation
 from fsdp2kit.rl.generation import Generation
-from fsdp2kit.rl.packing import Rollout, deal_packs
+from fsdp2kit.rl.packing import Rollout, balanced_packs
 from fsdp2kit.rl.phases import Phases
 from fsdp2kit.rl.rounds import Round, round_state
 from fsdp2kit.rl.sampling import Sampling
@@ -80,15 +80,15 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
 
 
 @pytest.mark.full
-def test_experts_that_are_dealt_out_change_nothing(pool: WorkerPool, tmp_path: Path) -> None:
-    """Sampled by engines that hold all experts; with a reference model, whose experts are dealt out as well."""
+def test_partitioned_experts_change_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Sampled by engines that hold all experts; with a reference model, whose experts are partitioned as well."""
     toml = write_toml(tmp_path, kind="qwen3_moe_even")
     options = ("train.steps=2", "optimizer.eps=1e-2", *DP2)
-    one, dealt = (run(pool, toml, tmp_path / f"ep{ep}", 2, f"mesh.ep={ep}", *options) for ep in (1, 2))
-    for mine, other in zip(numbers(dealt), numbers(one), strict=True):
+    one, partitioned = (run(pool, toml, tmp_path / f"ep{ep}", 2, f"mesh.ep={ep}", *options) for ep in (1, 2))
+    for mine, other in zip(numbers(partitioned), numbers(one), strict=True):
         assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)
     assert one[1]["kl"] > 0
-    assert all(record["log_prob_gap_max"] < 1e-4 for record in dealt)
+    assert all(record["log_prob_gap_max"] < 1e-4 for record in partitioned)
 
 
 @pytest.mark.full
@@ -825,11 +825,11 @@ def test_packs_have_nearly_equal_tokens() -> None:
     random.seed(0)
     for multiple, seq_len in ((1, 100), (2, 64), (4, 1000)):
         lengths = [random.randint(1, min(seq_len, 64)) for _ in range(57)]
-        rows = deal_packs(lengths, seq_len=seq_len, multiple=multiple)
+        rows = balanced_packs(lengths, seq_len=seq_len, multiple=multiple)
         assert sorted(at for row in rows for at in row) == list(range(57))
         sums = [sum(lengths[at] for at in row) for row in rows]
         assert max(sums) <= seq_len
         assert len(rows) % multiple == 0
         assert len(rows) <= 1.2 * sum(lengths) / seq_len + multiple
         assert max(sums) - min(sums) <= max(lengths)
-    assert deal_packs([5, 5], seq_len=5, multiple=4) == [[0], [1], [], []]
+    assert balanced_packs([5, 5], seq_len=5, multiple=4) == [[0], [1], [], []]

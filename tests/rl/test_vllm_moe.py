@@ -49,7 +49,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_vllm_answers_as_transformers_do(options: list[str], mixture: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    """An export of experts that were dealt out, and one with its experts' adapters merged into it."""
+    """An export of partitioned experts, and one with its experts' adapters merged into it."""
     python = path_in_environment("FSDP2KIT_VLLM_PYTHON")
     tune(pool, tmp_path, mixture, *options, "optimizer.lr=1e-2")
     served = tmp_path / "run" / "hf"
@@ -72,7 +72,7 @@ def test_vllm_answers_as_transformers_do(options: list[str], mixture: Path, pool
 
 
 @pytest.mark.timeout(1800)
-def test_rollouts_of_experts_that_are_dealt_out(mixture: Path, pool: WorkerPool, tmp_path: Path) -> None:
+def test_rollouts_of_partitioned_experts(mixture: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """Engine and trainer each route; in float32 they route alike."""
     python, port = path_in_environment("FSDP2KIT_VLLM_PYTHON"), free_port()
     toml = write_run(tmp_path, mixture, port, dtype="float32")

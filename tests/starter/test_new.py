@@ -145,7 +145,7 @@ def test_lengths_hold_99_rows_in_a_hundred_and_stay_in_the_context() -> None:
 @pytest.mark.parametrize(
     ("ranks", "expected"), [(1, (1, 1)), (6, (1, 6)), (8, (1, 8)), (12, (2, 6)), (18, (3, 6)), (13, (13, 1))],
 )  # fmt: skip
-def test_ranks_are_dealt_to_equal_nodes(ranks: int, expected: tuple[int, int]) -> None:
+def test_ranks_are_divided_over_equal_nodes(ranks: int, expected: tuple[int, int]) -> None:
     assert nodes_of(ranks) == expected
     command = launch_command("a b.toml", ranks)
     nodes, local = expected

@@ -25,11 +25,11 @@ from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.inspect import build_twin
+from fsdp2kit.model.inspect import build_small_copy
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.expert_parallel.routing import RoutingHooks, balance_losses
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.parity.engine import DealtOut, Sharded, whole
+from fsdp2kit.parity.engine import RankBatches, Sharded, whole
 from fsdp2kit.parity.reference import (
     Curves,
     Rows,
@@ -83,7 +83,7 @@ def is_token(labels: torch.Tensor) -> torch.Tensor:
     return torch.arange(labels.shape[1])[None] < lengths_of(labels)[:, None]
 
 
-class Padded(DealtOut):
+class Padded(RankBatches):
     """Rows whose padding is known."""
 
     def batch(self, index: int) -> list[Batch]:
@@ -108,12 +108,12 @@ def run_balanced(
     config = config.model_copy(update={"moe": TypeAdapter(AnyMoE).validate_python(moe), "train": section})
     sharded = Sharded(config, world=distributed.start())
     mesh, model = sharded.mesh, sharded.model
-    dealt = Padded(batches, case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+    loader = Padded(batches, case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
     metrics = Metrics(Throughput(sharded.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size))
     with (balance := build_balance(config.moe, model, plan=sharded.plan, mesh=mesh, metrics=metrics)):
         accumulate_gradients(
             model,
-            next_batch(dealt, 0, mesh=mesh),
+            next_batch(loader, 0, mesh=mesh),
             objective=cross_entropy,
             shard=sharded.inputs,
             balance=balance,
@@ -123,7 +123,7 @@ def run_balanced(
     gradients = {name: whole(gradient_of(p)).float().numpy() for name, p in model.named_parameters()}
     model.zero_grad()
     sharded.start(len(batches))
-    sharded.train(dealt)
+    sharded.train(loader)
     found = sharded.records
     curves = Curves(gradients, *([record[key] for record in found] for key in ("loss", "grad_norm", "lr")))
     biases = {name: buffer.numpy() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
@@ -368,20 +368,20 @@ def test_biases_are_kept_and_stay_in_float32(pool: WorkerPool, tmp_path: Path) -
 def test_other_routers_have_the_same_loss(kind: str) -> None:
     """Value and gradients of a row's loss, against the model's own."""
     sizes = {"model_type": kind, "vocab_size": 128, "num_hidden_layers": 2}
-    twin = build_twin(build_model(ModelConfig(config=sizes, weights="random", attention="eager")))
-    assert twin is not None
+    small = build_small_copy(build_model(ModelConfig(config=sizes, weights="random", attention="eager")))
+    assert small is not None
     tokens = torch.arange(2, 42)[None]
-    loss = twin(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
+    loss = small(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
     if not isinstance(loss, torch.Tensor):
         pytest.skip("this version of transformers records no router logits of it")
     loss.backward()
-    expected = {name: gradient_of(parameter).clone() for name, parameter in twin.named_parameters()}
-    twin.zero_grad()
-    with RoutingHooks(twin, probabilities=True) as hooks, hooks.recording(tokens >= 0) as routed:
-        twin(input_ids=tokens, use_cache=False)
+    expected = {name: gradient_of(parameter).clone() for name, parameter in small.named_parameters()}
+    small.zero_grad()
+    with RoutingHooks(small, probabilities=True) as hooks, hooks.recording(tokens >= 0) as routed:
+        small(input_ids=tokens, use_cache=False)
     balance_losses(*routed.over_layers(), torch.tensor([2 * tokens.numel()])).sum().backward()
     assert sum(bool(gradient.any()) for gradient in expected.values()) > 2
-    for name, parameter in twin.named_parameters():
+    for name, parameter in small.named_parameters():
         torch.testing.assert_close(gradient_of(parameter), expected[name], rtol=1e-5, atol=1e-7)
 
 

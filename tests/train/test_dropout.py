@@ -12,7 +12,7 @@ import torch
 from fsdp2kit.config.schema import EvalConfig, LoraConfig, PreflightConfig
 from fsdp2kit.job import distributed
 from fsdp2kit.objectives.reference import build_reference
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.train.evaluation import build_evaluation, generate
 from tests.support.cases import Case
@@ -32,7 +32,7 @@ def outcomes(folder: Path, lora: LoraConfig) -> dict[str, Any]:
     model, built = sharded.model, {"plan": sharded.plan, "mesh": sharded.mesh}
     reference = build_reference(sharded.config, model, **built)
     evaluation = build_evaluation(
-        sharded.config.eval, model, {"": DealtOut(make_batches(HELD_OUT, seed=5), 1)}, **built
+        sharded.config.eval, model, {"": RankBatches(make_batches(HELD_OUT, seed=5), 1)}, **built
     )
     assert evaluation is not None
     inputs, found = sharded.inputs(make_rows(1).as_batch()), {}

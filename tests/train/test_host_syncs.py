@@ -17,7 +17,7 @@ from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.parity.reference import make_batches
 from fsdp2kit.train import step as training_step
 from fsdp2kit.train.step import next_batch
@@ -39,7 +39,7 @@ def count_step(folder: Path, case: Case, *, rows: int = 4, mix: bool = False, op
     config = TrainingConfig.model_validate(values | {"optimizer": values["optimizer"] | {"name": optimizer}})
     sharded = Sharded(config, world=distributed.start())
     mesh = sharded.mesh
-    batches: Any = DealtOut(
+    batches: Any = RankBatches(
         make_batches(2, rows=rows, length=LENGTH, vocabulary=VOCABULARY), case.micro, mesh.dp_rank, mesh.sizes.dp
     )
     if mix:

@@ -27,7 +27,7 @@ from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.process import seconds_alive
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.job.stop import listening
-from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.parity.reference import (
     IGNORE,
     Rows,
@@ -132,7 +132,7 @@ def _count_reductions(folder: Path, case: Case) -> dict[str, list[int]]:
     """Reductions done when each micro-batch starts, and in all."""
     sharded = build(case.config(folder, steps=1, rows=8))
     mesh, model = sharded.mesh, sharded.model
-    batch = next_batch(DealtOut(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp), 0, mesh=mesh)
+    batch = next_batch(RankBatches(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp), 0, mesh=mesh)
     done: dict[str, list[int]] = {"reduce_scatter": [], "all_reduce": []}
 
     def note() -> None:
@@ -187,8 +187,8 @@ def _train_poisoned(
 
     metrics = Recorder(sharded, on_log=keep)
     try:
-        dealt = DealtOut(_poisoned_batches(), 1, sharded.mesh.dp_rank, 2)
-        run_loop(sharded, dealt, metrics=metrics, progress=progress)
+        loader = RankBatches(_poisoned_batches(), 1, sharded.mesh.dp_rank, 2)
+        run_loop(sharded, loader, metrics=metrics, progress=progress)
     except RunFailure as failure:
         metrics.message(str(failure))
     keep()
@@ -317,7 +317,7 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
         config = config_of(folder, case, steps=3, eval={"every": 1 if evaluates else 0})
         sharded = build(config)
         model, share = sharded.model, (sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
-        held = {"": DealtOut(held_out, 2 // share[1], *share)}
+        held = {"": RankBatches(held_out, 2 // share[1], *share)}
         inner = build_evaluation(config.eval, model, held, plan=sharded.plan, mesh=sharded.mesh)
         assert inner is not None
 
@@ -332,8 +332,8 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
         if evaluates:
             first = evaluate()["eval_loss"]
         metrics = Recorder(sharded)
-        dealt = DealtOut(make_batches(3), case.micro, *share)
-        run_loop(sharded, dealt, metrics=metrics, evaluate=evaluate if evaluates else None)
+        loader = RankBatches(make_batches(3), case.micro, *share)
+        run_loop(sharded, loader, metrics=metrics, evaluate=evaluate if evaluates else None)
         curves.append([record["loss"] for record in metrics.records])
         assert all(("eval_loss" in record) is evaluates for record in metrics.records)
     return first, curves[0], curves[1]
@@ -419,8 +419,8 @@ def _run(
     )
     sharded = build(config)
     metrics = Recorder(sharded, on_log=on_log)
-    dealt = DealtOut(make_batches(max(steps, 1)), 1, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
-    return run_loop(sharded, dealt, metrics=metrics, **options), metrics
+    loader = RankBatches(make_batches(max(steps, 1)), 1, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
+    return run_loop(sharded, loader, metrics=metrics, **options), metrics
 
 
 # What happens when
@@ -486,7 +486,7 @@ def test_epochs_are_turned_into_steps() -> None:
 # Errors on one rank
 
 
-class _Broken(DealtOut):
+class _Broken(RankBatches):
     """Batches that one rank cannot read from the third on."""
 
     def batch(self, index: int) -> list[Any]:
@@ -508,13 +508,13 @@ def test_a_row_that_one_rank_cannot_read_is_everyones_error(pool: WorkerPool) ->
 def _read_broken() -> list[str]:
     batches = make_batches(5)
     batches[4].labels.fill_(IGNORE)
-    dealt = _Broken(batches, 1, dist.get_rank(), 2)
+    loader = _Broken(batches, 1, dist.get_rank(), 2)
     mesh = build_mesh(MeshConfig(), FSDPConfig(), world=distributed.start())
-    assert next_batch(dealt, 1, mesh=mesh).supervised_tokens == batches[1].targets
+    assert next_batch(loader, 1, mesh=mesh).supervised_tokens == batches[1].targets
     found = []
     for index in (2, 3, 4):
         try:
-            next_batch(dealt, index, mesh=mesh)
+            next_batch(loader, index, mesh=mesh)
         except (UserError, RunFailure, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -527,8 +527,8 @@ def test_counts_are_of_the_whole_job_once(pool: WorkerPool) -> None:
 
 
 def _counts() -> tuple[int, int, int, bool]:
-    dealt = DealtOut(make_batches(1), 1, dist.get_rank() // 2, 2)  # two data-parallel ranks, cp = 2
-    batch = next_batch(dealt, 0, mesh=build_mesh(MeshConfig(cp=2), FSDPConfig(), world=distributed.start()))
+    loader = RankBatches(make_batches(1), 1, dist.get_rank() // 2, 2)  # two data-parallel ranks, cp = 2
+    batch = next_batch(loader, 0, mesh=build_mesh(MeshConfig(cp=2), FSDPConfig(), world=distributed.start()))
     return batch.supervised_tokens, batch.input_tokens, batch.attention_pairs, batch.stop
 
 

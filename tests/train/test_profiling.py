@@ -18,7 +18,7 @@ from fsdp2kit.config.schema import ProfileConfig, RunConfig
 from fsdp2kit.job.profile_request import ProfileRequest, noting_sigusr2
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
-from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.train.profiling import StepProfiler
 from tests.support.cases import Case, Recorder, build, run_loop
 from tests.support.models import make_batches, tiny_model_dir
@@ -166,7 +166,7 @@ def ask_while_training(folder: Path, run_dir: Path) -> list[str]:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     metrics = Recorder(sharded, on_log=ask)
-    run_loop(sharded, DealtOut(make_batches(7, rows=2), 1, sharded.mesh.dp_rank, 2), metrics=metrics)
+    run_loop(sharded, RankBatches(make_batches(7, rows=2), 1, sharded.mesh.dp_rank, 2), metrics=metrics)
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     dist.barrier()
     return metrics.messages

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.train.step import cross_entropy
 from fsdp2kit.train.throughput import find_straggler
 from tests.support.cases import Case, Recorder, build, run_loop
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Slow(DealtOut):
+class Slow(RankBatches):
     """Batches that one rank reads slowly."""
 
     def batch(self, index: int) -> Any:
@@ -51,7 +51,7 @@ def slow_run(folder: Path, where: str) -> dict[str, Any]:
     config = config_of(folder, Case("llama3", 2, 1), steps=STEPS, rows=2, train={"log_every": STEPS})
     sharded = build(config)
     metrics = Recorder(sharded)
-    batches = (Slow if where == "data" else DealtOut)(make_batches(STEPS, rows=2), 1, sharded.mesh.dp_rank, 2)
+    batches = (Slow if where == "data" else RankBatches)(make_batches(STEPS, rows=2), 1, sharded.mesh.dp_rank, 2)
 
     def objective(model: Any, inputs: dict[str, Any]) -> Any:
         {"forward": _sleep, "burning": _burn, "data": lambda: None}[where]()

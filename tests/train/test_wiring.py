@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.train import profiling, saving, throughput
 from fsdp2kit.train.saving import NoCheckpoints
 from fsdp2kit.train.step import cross_entropy
@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("smollm2", tmp_path_factory.mktemp("models")).parent
 
 
-class Padded(DealtOut):
+class Padded(RankBatches):
     """Rows of which the loader says that a third of their tokens is padding."""
 
     def batch(self, index: int) -> list[Batch]:
@@ -111,7 +111,7 @@ def run_by_the_clock(
         for module in (saving, throughput):
             patch.setattr(module, "time", clock)
         metrics = Recorder(sharded)
-        run_loop(sharded, DealtOut(make_batches(steps), 4), metrics=metrics, **options)
+        run_loop(sharded, RankBatches(make_batches(steps), 4), metrics=metrics, **options)
     return saves.steps, [record["step_seconds"] for record in metrics.records]
 
 
@@ -146,7 +146,7 @@ def shown_where_nothing_is_trained(folder: Path) -> list[list[str]]:
     evaluate = Evaluates([1.0], shown=["accuracy"])
     shown: list[list[str]] = []
     metrics = Recorder(sharded, on_log=lambda record: shown.append([*metrics.shown]))
-    run_loop(sharded, DealtOut(make_batches(1), 1), metrics=metrics, evaluate=evaluate)
+    run_loop(sharded, RankBatches(make_batches(1), 1), metrics=metrics, evaluate=evaluate)
     return shown
 
 
@@ -158,7 +158,7 @@ def said_at_an_early_stop(folder: Path) -> list[str]:
     """What a run says whose evaluations are of rewards, which only fall."""
     sharded = build(config_of(folder, Case("smollm2"), steps=5, eval={"every": 1, "patience": 1}))
     evaluate, metrics = Evaluates([-5.0, -4.0], maximizes="eval_reward"), Recorder(sharded)
-    run_loop(sharded, DealtOut(make_batches(5), 1), metrics=metrics, evaluate=evaluate)
+    run_loop(sharded, RankBatches(make_batches(5), 1), metrics=metrics, evaluate=evaluate)
     return metrics.messages
 
 
@@ -180,8 +180,8 @@ def draws(folder: Path, case: Case, first: int) -> list[float]:
         drawn.append(torch.rand(()).item())
         return model.loss_sum(**inputs), None
 
-    dealt = DealtOut(make_batches(4), 4 // sharded.mesh.sizes.dp, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
-    run_loop(sharded, dealt, metrics=Recorder(sharded), objective=objective, progress=Progress(step=first))
+    loader = RankBatches(make_batches(4), 4 // sharded.mesh.sizes.dp, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
+    run_loop(sharded, loader, metrics=Recorder(sharded), objective=objective, progress=Progress(step=first))
     return drawn
 
 
@@ -201,7 +201,7 @@ def train_under_another_ledger(folder: Path) -> str:
     sharded = build(config_of(folder, Case("smollm2"), steps=1))
     sharded.plan = replace(sharded.plan, ledger=replace(sharded.plan.ledger, gradients="float16"))
     try:
-        run_loop(sharded, DealtOut(make_batches(1), 1), metrics=Recorder(sharded))
+        run_loop(sharded, RankBatches(make_batches(1), 1), metrics=Recorder(sharded))
     except RunFailure as failure:
         return str(failure)
     return ""
@@ -233,9 +233,9 @@ class FailsOnRankOne(NoCheckpoints):
 
 def train_until_a_save_fails(folder: Path) -> str:
     sharded = build(config_of(folder, Case("smollm2", 2), steps=5))
-    dealt = DealtOut(make_batches(5), 1, sharded.mesh.dp_rank, 2)
+    loader = RankBatches(make_batches(5), 1, sharded.mesh.dp_rank, 2)
     try:
-        run_loop(sharded, dealt, metrics=Recorder(sharded), checkpoints=FailsOnRankOne())
+        run_loop(sharded, loader, metrics=Recorder(sharded), checkpoints=FailsOnRankOne())
     except RunFailure as failure:
         return str(failure)
     return "trained on"
@@ -256,7 +256,7 @@ class Positions(Saves):
         self.saved.append(progress)
 
 
-class FromAStream(DealtOut):
+class FromAStream(RankBatches):
     def state(self, index: int) -> Any:
         return {"position": index}
 
@@ -288,7 +288,7 @@ def profiler_of_a_resumed_run(folder: Path) -> tuple[int, int]:
     profiling.StepProfiler = record
     try:
         sharded = build(config_of(folder, Case("smollm2"), steps=4))
-        run_loop(sharded, DealtOut(make_batches(4), 1), metrics=Recorder(sharded), progress=Progress(step=3))
+        run_loop(sharded, RankBatches(make_batches(4), 1), metrics=Recorder(sharded), progress=Progress(step=3))
     finally:
         profiling.StepProfiler = original
     return told[0]

@@ -21,5 +21,5 @@ class MeshConfig(Section):
     cp: PositiveInt = 1
     """Context-parallel ranks: each sequence is split over this many."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks: the experts of each layer are dealt out over this many neighbours among the dp_shard × cp
+    """Expert-parallel ranks: each layer's experts are partitioned over this many neighbours among the dp_shard × cp
     ranks, and tokens travel to them. It adds no ranks; docs/moe.md."""

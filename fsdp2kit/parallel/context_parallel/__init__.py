@@ -26,7 +26,7 @@ make that cheap. Gradients of keys and values go back by reduce-scatter.
     rank 1   q1 · [kv0 kv1 kv2 kv3]   …
 
 Under causal attention late tokens cost more: token t looks at t + 1 keys. With the sequence cut into cp stretches,
-the last rank would do nearly twice the average work while the others wait. Ring and allgather therefore deal it out
+the last rank would do nearly twice the average work while the others wait. Ring and allgather therefore divide it
 **zigzag**: 2·cp chunks, of which a rank gets one from the head and its mirror image from the tail.
 
     cp = 4, chunks       0    1    2    3    4    5    6    7

@@ -1,4 +1,4 @@
-"""Which path attention takes (method and kernel), and a trial of it on the model's tiny twin."""
+"""Which path attention takes (method and kernel), and a trial of it on the model's small copy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def choose_path(
         _check_path(path, model, traits, cp=cp, pack=config.data.pack)
     if kernel.startswith("flash") and config.data.pack:
         key = ("borders", recurrent > 0)
-        if what := traits.no_twin or traits.once(key, lambda twin: _find_lost_borders(twin, path)):
+        if what := traits.no_small_copy or traits.once(key, lambda small: _find_lost_borders(small, path)):
             raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
     return path
 
@@ -103,8 +103,8 @@ def _pick(
     if obstacles["ring"]:
         return "ulysses", f"auto: {obstacles['ring'][0]}"
     if heads % cp == 0 and kv_heads % cp == 0:
-        return "ulysses", f"auto: {heads} query and {kv_heads} key/value heads deal out evenly over {cp} ranks"
-    uneven = f"auto: {heads} query and {kv_heads} key/value heads do not deal out evenly over {cp} ranks"
+        return "ulysses", f"auto: {heads} query and {kv_heads} key/value heads divide evenly over {cp} ranks"
+    uneven = f"auto: {heads} query and {kv_heads} key/value heads do not divide evenly over {cp} ranks"
     if pack:
         return "allgather", f"{uneven}, and packed documents would make a ring's steps uneven"
     if seq_len < LONG:
@@ -212,7 +212,7 @@ def _what_works(model: PreTrainedModel, traits: Traits, path: AttentionPath, cp:
 
 
 def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
-    """What would be wrong with ``path`` for a model, or None; tried once on its tiny twin, in one process.
+    """What would be wrong with ``path`` for a model, or None; tried once on its small copy, in one process.
 
     A config does not say all of a model's attention: biases, soft caps and unusual masks show in the logits.
 
@@ -221,11 +221,11 @@ def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str
     """
     ranks = cp if path.method == "ulysses" else 1  # the other methods share out no heads
     key = ("attention", path.method, path.kernel, ranks, pack, path.recurrent_layers > 0)
-    return traits.no_twin or traits.once(key, lambda twin: _find_difference(twin, path, cp=ranks, pack=pack))
+    return traits.no_small_copy or traits.once(key, lambda small: _find_difference(small, path, cp=ranks, pack=pack))
 
 
-def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
-    """Compare the twin's own eager attention to each document alone with that of ``path``, which it is then given."""
+def _find_difference(small: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+    """Compare eager attention to each document alone with that of ``path``, which the small copy is then given."""
     lengths = (11, 13, 8) if pack else (32,)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     inputs = {"input_ids": torch.arange(2, 34)[None], "position_ids": positions, "use_cache": False}
@@ -233,13 +233,13 @@ def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pac
     try:
         with torch.no_grad():
             parts = inputs["input_ids"].split(lengths, dim=1)
-            expected = torch.cat([twin(input_ids=part, use_cache=False).logits for part in parts], dim=1)
-            found = _logits_on(twin, path, inputs, cp=cp, called=called)
+            expected = torch.cat([small(input_ids=part, use_cache=False).logits for part in parts], dim=1)
+            found = _logits_on(small, path, inputs, cp=cp, called=called)
     except Exception as error:  # whatever the architecture raises: it does not run with this attention
         first_line, *_ = [*str(error).splitlines(), ""]
         failure = f"{type(error).__name__}: {first_line}"
         return f"its attention does not run: {failure}" if called else f"{_BYPASS}, or fails before it: {failure}"
-    if len(called) < len(attention_layers(twin.config.get_text_config())):
+    if len(called) < len(attention_layers(small.config.get_text_config())):
         return _BYPASS
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
     if not difference <= 1e-4:
@@ -247,8 +247,8 @@ def _find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pac
     return None
 
 
-def _find_lost_borders(twin: PreTrainedModel, path: AttentionPath) -> str | None:
-    """Which attention of the twin a flash kernel's path does not give the documents' borders, or None.
+def _find_lost_borders(small: PreTrainedModel, path: AttentionPath) -> str | None:
+    """Which attention of the small copy a flash kernel's path does not give the documents' borders, or None.
 
     Some layers hand no keyword arguments on.
     """
@@ -265,19 +265,19 @@ def _find_lost_borders(twin: PreTrainedModel, path: AttentionPath) -> str | None
         return attend_with_share("eager", module, mine, attention_mask, share=share, **options), None
 
     if path.recurrent_layers:
-        apply_recurrent(twin, Exchange())
-    extra = attention_inputs(positions, twin.config, path=path, cp_rank=0, cp=1, device=positions.device)
-    use_attention(twin, attend)
+        apply_recurrent(small, Exchange())
+    extra = attention_inputs(positions, small.config, path=path, cp_rank=0, cp=1, device=positions.device)
+    use_attention(small, attend)
     try:
         with torch.no_grad():
-            twin(input_ids=torch.arange(2, 34)[None], position_ids=positions, use_cache=False, **extra)
+            small(input_ids=torch.arange(2, 34)[None], position_ids=positions, use_cache=False, **extra)
     except Exception as error:  # whatever the architecture raises
         return f"packed documents might see each other: a small copy does not run with it ({type(error).__name__})"
     return f"packed documents would see each other: {lost[0]} is not told where they begin" if lost else None
 
 
 def _logits_on(
-    twin: PreTrainedModel, path: AttentionPath, inputs: dict[str, Any], *, cp: int, called: list[int]
+    small: PreTrainedModel, path: AttentionPath, inputs: dict[str, Any], *, cp: int, called: list[int]
 ) -> Tensor:
     # Kernels that need a device are assumed to compute what eager does; whether heads may be split is tried.
     kernel = VARLEN if path.kernel == VARLEN else "eager"
@@ -285,8 +285,8 @@ def _logits_on(
     ulysses = AttentionPath("ulysses", kernel, recurrent_layers=path.recurrent_layers)
     positions = inputs["position_ids"]
     if path.recurrent_layers:
-        apply_recurrent(twin, Exchange())
-    extra = attention_inputs(positions, twin.config, path=ulysses, cp_rank=0, cp=1, device=positions.device)
+        apply_recurrent(small, Exchange())
+    extra = attention_inputs(positions, small.config, path=ulysses, cp_rank=0, cp=1, device=positions.device)
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -300,5 +300,5 @@ def _logits_on(
             outputs.append(attend_with_share(kernel, module, mine, attention_mask, share=share, **options))
         return torch.cat(outputs, dim=2), None
 
-    use_attention(twin, attend)
-    return twin(**inputs, **extra).logits
+    use_attention(small, attend)
+    return small(**inputs, **extra).logits

@@ -189,9 +189,9 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, cp: int) -> tuple[HeadShare, ...]:
-    """Deal query heads out over ``cp`` ranks as evenly as they go, each with the key/value heads it needs."""
+    """Divide query heads over ``cp`` ranks as evenly as they go, each with the key/value heads it needs."""
     if num_heads < cp or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query and {num_kv_heads} key/value heads cannot be dealt out over cp = {cp}")
+        raise ValueError(f"{num_heads} query and {num_kv_heads} key/value heads cannot be divided over cp = {cp}")
     group = num_heads // num_kv_heads
     base, extra = divmod(num_heads, cp)
     shares = []

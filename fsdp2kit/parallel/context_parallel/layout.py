@@ -49,7 +49,7 @@ class AttentionPath:
 def chunks_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[range]:
     """The stretches of a sequence of ``length`` tokens that ``rank`` holds, in the order in which it holds them.
 
-    Ulysses gives each rank one stretch. Ring and allgather deal out zigzag (head and tail): 2·cp chunks, of which
+    Ulysses gives each rank one stretch. Ring and allgather slice zigzag (head and tail): 2·cp chunks, of which
     rank r has number r and number 2·cp − 1 − r. A causal query at index t looks at t + 1 keys, so one early and one
     late chunk together are the same work for every rank. Without a method there is one chunk, the whole sequence.
     """

@@ -1,4 +1,4 @@
-"""Whether a model's recurrent layers can keep documents apart and share out their heads, tried on its tiny twin."""
+"""Whether a model's recurrent layers can keep documents apart and share out their heads, tried on its small copy."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ def try_recurrent(model: PreTrainedModel, traits: Traits, *, cp: int = 1) -> str
     """Why the recurrent layers cannot keep packed documents apart. None: they can, or the model has no such layers."""
     if not find_recurrent(model):
         return None
-    return traits.no_twin or traits.once(("recurrent", cp), partial(_find_leak, cp=cp))
+    return traits.no_small_copy or traits.once(("recurrent", cp), partial(_find_leak, cp=cp))
 
 
 @torch.no_grad()
-def _find_leak(twin: PreTrainedModel, *, cp: int) -> str | None:
+def _find_leak(small: PreTrainedModel, *, cp: int) -> str | None:
     """Compare packed documents with each alone, scanned with a share of the heads at a time; then change one."""
     ids = torch.arange(2, 34)[None]
     positions = torch.cat([torch.arange(n) for n in (11, 13, 8)])[None]
     other = torch.where((positions == 0).cumsum(1) == 2, ids + 1, ids)
     path = AttentionPath(None, "eager", recurrent_layers=1)
-    extra = attention_inputs(positions, twin.config, path=path, cp_rank=0, cp=1, device=ids.device)
+    extra = attention_inputs(positions, small.config, path=path, cp_rank=0, cp=1, device=ids.device)
     try:
-        alone = torch.cat([twin(input_ids=part, use_cache=False).logits for part in ids.split([11, 13, 8], dim=1)], 1)
-        shapes = [measure(module, twin) for module in find_recurrent(twin).values()]
+        alone = torch.cat([small(input_ids=part, use_cache=False).logits for part in ids.split([11, 13, 8], dim=1)], 1)
+        shapes = [measure(module, small) for module in find_recurrent(small).values()]
         heads = min((shape.heads for shape in shapes if shape.heads), default=1)
-        apply_recurrent(twin, Exchange(shares=min(cp, heads)))
+        apply_recurrent(small, Exchange(shares=min(cp, heads)))
         packed, changed = (
-            twin(input_ids=each, position_ids=positions, use_cache=False, **extra).logits for each in (ids, other)
+            small(input_ids=each, position_ids=positions, use_cache=False, **extra).logits for each in (ids, other)
         )
     except Exception as error:  # whatever the architecture raises
         if "need `borders`" in str(error):

@@ -61,7 +61,7 @@ def routed_experts(
         weights: of their results ``[T, K]``.
         parameters: of this rank's experts, ``up`` and ``down`` (``[E, out, in]``), each followed by its bias if any.
         kind: the name of an `ExpertKind`.
-        group: name of the process group over which experts are dealt out, in order.
+        group: name of the process group over which experts are partitioned, in order.
 
     Returns:
         ``[T, H]``; and for backward the vectors received ``[R, H]``, their projections ``[R, P]``, both sorted by

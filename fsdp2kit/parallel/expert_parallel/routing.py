@@ -177,18 +177,18 @@ def check_balance(section: MoEConfig, model: PreTrainedModel, traits: Traits) ->
             raise UserError(where, what, "use 'aux' or 'none'")
 
 
-def _has_this_loss(twin: PreTrainedModel | None) -> bool:
+def _has_this_loss(small: PreTrainedModel | None) -> bool:
     """Whether a model's own load-balancing loss of a row is that of `balance_losses`."""
-    if twin is None:
+    if small is None:
         return False
-    for name, bias in [*twin.named_buffers(), *twin.named_parameters()]:
+    for name, bias in [*small.named_buffers(), *small.named_parameters()]:
         if name.endswith(_BIAS):  # transformers' formula does not know them
             bias.data.copy_(torch.linspace(0, 2, bias.numel()).view_as(bias))
     tokens = torch.arange(2, 26)[None]
     with contextlib.suppress(Exception):  # whatever an architecture raises
-        expected = twin(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
-        with RoutingHooks(twin, probabilities=True) as hooks, hooks.recording(tokens >= 0) as routed:
-            twin(input_ids=tokens, use_cache=False)
+        expected = small(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
+        with RoutingHooks(small, probabilities=True) as hooks, hooks.recording(tokens >= 0) as routed:
+            small(input_ids=tokens, use_cache=False)
         layers = len(routed.probabilities)
         own = balance_losses(*routed.over_layers(), torch.tensor([layers * tokens.numel()]))
         return len(routed.counts) == layers and torch.allclose(own, expected.float(), rtol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp2kit.job import distributed
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.train.step import next_batch
 from tests.support.cases import Case, step
 from tests.support.host_syncs import HostSyncs, count_host_syncs, host_tensors
@@ -33,10 +33,10 @@ def watched_step(folder: Path, case: Case, *, by_operators: bool = True) -> tupl
     optimizer = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=2)
     batches = make_batches(2, rows=8)
-    dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
+    loader = RankBatches(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
     for index in range(2):
         with count_traffic(functional=by_operators) as traffic:
-            batch = next_batch(dealt, index, mesh=sharded.mesh)
+            batch = next_batch(loader, index, mesh=sharded.mesh)
             known = host_tensors(batch.micro_batches, optimizer)
             with count_host_syncs(sharded.mesh.device, host=known) if by_operators else nullcontext() as syncs:
                 step(sharded, optimizer, schedule, batch, number=index + 1)

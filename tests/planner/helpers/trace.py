@@ -202,7 +202,7 @@ def _mark_gradients(allocations: StepAllocations, model: Any, name: str) -> None
 
 
 def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) -> None:
-    # Gathered, experts that are dealt out still are DTensors, over the ranks that they are dealt out over.
+    # Gathered, partitioned experts still are DTensors, over the ranks that they are partitioned over.
     meshes = ((p, p.device_mesh.mesh_dim_names) for p in model.parameters() if hasattr(p, "device_mesh"))
     allocations.mark((p for p, dims in meshes if "shard" in dims), "parameters")
     allocations.mark(model.buffers(), "buffers")
@@ -223,7 +223,7 @@ def _inputs(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, 
 
 @contextlib.contextmanager
 def _even_routing() -> Iterator[None]:
-    """On fake tensors, experts that are dealt out get as many tokens as in an even routing."""
+    """On fake tensors, partitioned experts get as many tokens as in an even routing."""
 
     def forward(hidden: Tensor, index: Tensor, _weights: Any, parameters: list[Tensor], number: int, *_: Any) -> Any:
         rows, width = even_rows(index, len(parameters[0]), number), parameters[0].shape[1]

@@ -17,7 +17,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.engine import RankBatches, Sharded
 from fsdp2kit.rl.engines.engine import Bucket, Entry, SharedMemorySender, VersionedWeights
 from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
@@ -189,12 +189,12 @@ def naps(
     sharded = build(config)
     model = sharded.model
     optimizer = build_optimizer(section, model, state_on_host=config.fsdp.offload == "optimizer")
-    dealt = DealtOut(
+    loader = RankBatches(
         make_batches(4, rows=config.train.global_batch_size), 1, sharded.mesh.dp_rank, sharded.mesh.sizes.dp
     )
     losses = []
     for number in range(4):
-        batch = next_batch(dealt, number, mesh=sharded.mesh)
+        batch = next_batch(loader, number, mesh=sharded.mesh)
         loss = accumulate_gradients(model, batch, objective=cross_entropy, shard=sharded.inputs, fsdp=config.fsdp)
         losses.append(loss.item())
         if sleeps and number == 1:

@@ -1,4 +1,4 @@
-"""Which modules are experts, whether they can be dealt out, and dealing them out."""
+"""Which modules are experts, whether they can be partitioned, and their partitioning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The experts that are dealt out over `ranks`."""
+    """The experts that are partitioned over `ranks`."""
 
     modules: tuple[str, ...]
     """Names of the modules that hold a layer's experts."""
@@ -42,7 +42,7 @@ class ExpertPlan:
 
 
 def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
-    """How a model's experts are dealt out; None where ``ep`` is 1.
+    """How a model's experts are partitioned; None where ``ep`` is 1.
 
     Raises:
         UserError: the model has no experts, fewer than ranks, or experts that compute in another way.
@@ -62,7 +62,7 @@ def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
 def _check(name: str, module: Any, sizes: MeshSizes) -> None:
     if unlike := unlike_experts(module):
         what = f"{sizes.ep}, but {type(module).__name__} ({name}) has {', '.join(unlike)}"
-        raise UserError("mesh.ep", what, "use 1: such experts are not dealt out")
+        raise UserError("mesh.ep", what, "use 1: such experts are not partitioned")
     held = shares(module.num_experts, sizes.ep)
     if 0 in held:
         fitting = [n for n in range(1, sizes.ep + 1) if sizes.ep % n == 0 and 0 not in shares(module.num_experts, n)]
@@ -78,12 +78,12 @@ def _check(name: str, module: Any, sizes: MeshSizes) -> None:
 def shard_dim(shape: torch.Size, *, ranks: int) -> int | None:
     """Over which dimension of ``[E, …]`` each rank's experts are sharded; None if none is a multiple of ``ranks``.
 
-    Never over the experts, which are dealt out already.
+    Never over the experts, which are partitioned already.
     """
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
-def deal_out(model: PreTrainedModel, plan: ExpertPlan, *, mesh: DeviceMesh) -> None:
+def partition_experts(model: PreTrainedModel, plan: ExpertPlan, *, mesh: DeviceMesh) -> None:
     """Leave each rank its experts, in place, and let layers send their tokens to them.
 
     Parameters become DTensors of all experts, sharded over the mesh's dimension "expert".
@@ -117,7 +117,7 @@ def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
 
 
 def _forward_of(kind: ExpertKind, group: str) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor]:
-    """The forward of experts that are dealt out; the module holds it, and it holds their kind."""
+    """The forward of partitioned experts; the module holds it, and it holds their kind."""
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         own = [local_part(self.get_parameter(key)) for key in expert_parameters(self)]
