@@ -65,8 +65,8 @@ class Traits:
             right, and only slower.
         has_position_table: it cannot run beyond ``max_position_embeddings``, because it has a table of positions.
         uncalled_modules: names of modules that are never called: the module around them reads their parameters.
-            Convolutions are always among them: fast kernels of Mamba and the like, which a small copy on a CPU does not
-            run, take their weights.
+            Convolutions are always among them: fast kernels (Mamba's, say) take their weights, and do not run in a
+            small copy on a CPU.
         no_small_copy: why there is no small copy to try anything on; None if there is one.
     """
 

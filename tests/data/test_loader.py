@@ -14,7 +14,7 @@ from fsdp2kit.model.loss_head import IGNORE
 PAD = 7
 
 
-def make_documents(lengths: list[int]) -> Documents:
+def make_documents(lengths: list[int], *, together: int = 1) -> Documents:
     """Document i holds the tokens 1000 i, 1000 i + 1, …; every third token is unsupervised."""
 
     def read(index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -22,7 +22,7 @@ def make_documents(lengths: list[int]) -> Documents:
         return ids, ids % 3 > 0
 
     report = Counts(len(lengths), len(lengths), sum(lengths), 0)
-    return Documents(np.array(lengths, dtype=np.int64), "x", report, 10**6, read)
+    return Documents(np.array(lengths, dtype=np.int64), "x", report, 10**6, read, together=together)
 
 
 def make_loader(documents: Documents, *, pack: bool = True, shuffle: bool = True, seed: int = 3, **share) -> Loader:
@@ -58,6 +58,14 @@ def test_a_short_last_batch_is_filled_with_masked_rows() -> None:
     assert empty.position_ids.tolist() == [list(range(16))]
     assert (empty.supervised_tokens, empty.attention_pairs) == (0, 0)
     assert all(tensor.dtype == torch.int64 for tensor in (empty.input_ids, empty.labels, empty.position_ids))
+
+
+def test_micro_batches_without_pairs_number_their_documents_as_the_others_do() -> None:
+    """A loss of pairs reads the numbers on every rank; a rank may have nothing but filling rows."""
+    loader = make_loader(make_documents([6, 6, 7, 7], together=2), micro_batch_size=2)
+    with_pairs, empty = loader.batch(0)
+    assert with_pairs.per_target["documents"].max() == 3
+    assert (empty.per_target["documents"] == -1).all()
 
 
 def test_batches_are_pure_in_the_index_and_epochs_differ() -> None:

@@ -140,6 +140,23 @@ def test_dropout_is_the_sections_also_of_an_adapter_that_is_trained_further(tmp_
             assert {getattr(module, "p", 0.0) for module in found} == {dropout}
 
 
+def test_other_scalings_of_some_layers_make_another_run(tmp_path: Path) -> None:
+    """A run does not resume with an adapter whose ``rank_pattern`` or ``alpha_pattern`` differs."""
+    path = tiny_model_dir("llama3", tmp_path)
+    identities = set()
+    for number, patterns in enumerate(({}, {"alpha_pattern": {"q_proj": 2}}, {"alpha_pattern": {"q_proj": 3}})):
+        config = LoraConfig(r=4, target_modules=["q_proj"], **patterns)
+        directory = tmp_path / f"adapter_{number}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            get_peft_model(tiny_model("llama3"), config).save_pretrained(directory)
+        model = build_model(ModelConfig(path=str(path), adapter=str(directory)), lora=LoraSection())
+        adapter = weights_of(model).adapter
+        assert adapter is not None
+        identities.add(adapter.identity()["lora.target_modules"])
+    assert len(identities) == 3
+
+
 @needs_integers
 @pytest.mark.parametrize(
     ("model", "says"),

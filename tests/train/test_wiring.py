@@ -273,6 +273,36 @@ def test_a_save_knows_the_wandb_run_and_where_the_data_stand(pool: WorkerPool, m
     assert pool.run(1, saved_positions, models) == [[("abc123", {"position": 1}), ("abc123", {"position": 2})]]
 
 
+class Ends(Saves):
+    """For every save, its step and whether the run is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[tuple[int, bool]] = []
+
+    def save(self, progress: Progress, *, is_over: bool) -> None:
+        assert progress.unevaluated is None
+        self.saved.append((progress.step, is_over))
+
+
+def saves_of_a_run_with_an_evaluation_left(folder: Path, step: int) -> list[tuple[int, bool]]:
+    """A run of two steps, which was stopped in the evaluation after a step, goes on."""
+    config = config_of(folder, Case("smollm2"), steps=2, eval={"every": 1})
+    saves = Ends()
+    sharded = build(config)
+    progress = Progress(step=step, unevaluated={"step": step})
+    evaluate = Evaluates([1.0, 2.0])
+    options = {"checkpoints": saves, "progress": progress, "evaluate": evaluate}
+    run_loop(sharded, RankBatches(make_batches(2), 1), metrics=Recorder(sharded), **options)
+    return saves.saved
+
+
+def test_a_run_whose_last_evaluation_was_left_is_saved_as_over_after_it(pool: WorkerPool, models: Path) -> None:
+    """Else every later start would evaluate it again."""
+    assert pool.run(1, saves_of_a_run_with_an_evaluation_left, models, 2) == [[(2, True)]]
+    assert pool.run(1, saves_of_a_run_with_an_evaluation_left, models, 1) == [[(2, True)]]
+
+
 # The profiler
 
 
