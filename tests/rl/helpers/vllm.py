@@ -24,9 +24,7 @@ from fsdp2kit.job.distributed import rank
 from fsdp2kit.rl.engines.engine import Request
 from fsdp2kit.rl.engines.server_engine import ServerEngine
 from tests.support.runs import run_recipe
-from tests.support.workers import WorkerPool
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.workers import ROOT, WorkerPool
 
 
 def path_in_environment(name: str) -> Path:
