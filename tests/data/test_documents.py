@@ -71,6 +71,16 @@ def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, mon
     assert chat(path, tokenizer=make_tokenizer(templates.CHATML)).lengths[0] > edited.lengths[0]
 
 
+def test_other_rows_of_the_same_file_are_not_read_from_the_cache(tmp_path: Path) -> None:
+    """The file is the same; what is taken of it differs by `limit`, by a slice, or by both."""
+    answers = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Yes."}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": answers}] * 6)
+    counts = [({}, 6), ({"limit": 2}, 2), ({"limit": 5}, 5), ({"split": "train[:3]"}, 3), ({"split": "train[2:]"}, 4)]
+    counts.append(({"split": "train[2:]", "limit": 1}, 1))
+    for options, count in counts:
+        assert len(chat(path, **options)) == count, options
+
+
 def test_the_fingerprint_is_of_what_the_model_sees(tmp_path: Path) -> None:
     here = chat(write_rows(tmp_path / "a.jsonl", CHAT))
     assert chat(write_rows(tmp_path / "elsewhere" / "b.jsonl", CHAT)).fingerprint == here.fingerprint
