@@ -263,6 +263,7 @@ def _alpaca_turns(row: RowColumns) -> list[dict[str, Any]]:
 
 
 def _pair(row: RowColumns) -> dict[str, Any]:
+    """``prompt`` and ``completion``, two texts or two lists of messages."""
     prompt = messages_in(row["prompt"], row.where)
     completion = row["completion"]
     if not isinstance(prompt, str):
@@ -272,6 +273,7 @@ def _pair(row: RowColumns) -> dict[str, Any]:
 
 
 def _preference(row: RowColumns) -> dict[str, Any]:
+    """``chosen``, ``rejected`` and ``prompt``, which the others may begin with instead."""
     chosen = messages_in(row["chosen"], row.where)
     rejected = messages_in(row["rejected"], row.where)
     prompt = messages_in(row.given("prompt"), row.where)
@@ -279,9 +281,8 @@ def _preference(row: RowColumns) -> dict[str, Any]:
         raise UserError(row.where, "chosen and rejected are a text and a list of messages", "give two of a kind")
     answers = {"chosen": chosen, "rejected": rejected}
     if prompt is None:
-        if isinstance(chosen, str) and set(ALSO["prompt"]) & {
-            name.lower() for name, value in row.all.items() if value
-        }:
+        others = {name.lower() for name, value in row.all.items() if value}
+        if isinstance(chosen, str) and others & set(ALSO["prompt"]):
             raise row.missing("prompt")
         return answers
     if isinstance(chosen, str):  # messages may begin with a text that is the prompt

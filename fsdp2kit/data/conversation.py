@@ -163,11 +163,11 @@ def _prompt_and_answers(row: RowColumns, said: Mapping[str, Any]) -> tuple[str |
         prompt, repeated = _said_before(prompt, answers, row.where)
         answers = [answer[count:] for answer, count in zip(answers, repeated, strict=True)]
     elif prompt is None:
-        prompt = _shared_text(*answers)
-        answers = [answer[len(prompt) :] for answer in answers]
+        prompt = _shared_text(*answers) or None
+        answers = [answer[len(prompt or "") :] for answer in answers]
     elif isinstance(prompt, str) and row.section.wrap != "chat":  # where it is a message, no answer can repeat it
         answers = _without_prompt(answers, prompt)
-    if prompt is None or (not prompt and "prompt" not in said):
+    if prompt is None:
         raise UserError(row.where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
     return prompt, answers
 
