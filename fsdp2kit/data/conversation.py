@@ -181,7 +181,7 @@ def _answered(row: RowColumns, prompt: str | Messages, answer: str | Messages) -
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
         return PlainText(prompt + answer, 0 if learns_all else len(prompt), row.where)
-    if not answer and not isinstance(answer, str):
+    if answer == []:  # it only repeats the prompt
         raise nothing_said(row.where, "completion")
     before = _with_system(row, _wrapped(prompt, "user"))
     messages = [*before, *_wrapped(answer, "assistant")]
