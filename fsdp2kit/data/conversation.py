@@ -1,34 +1,22 @@
-"""A row → its columns by our names → what it says: conversations, or plain texts outside any chat template.
+"""A row's columns → its conversations, or plain texts outside any chat template, which is not asked here.
 
-Each format reads other columns (`fsdp2kit.config.data_formats.COLUMNS`). No chat template is asked here.
+The columns hold texts, or messages as the data writes them. These become OpenAI's, and both become conversations.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fsdp2kit.config.data_formats import COLUMNS
-from fsdp2kit.config.sections.data import ColumnsConfig, DataConfig
-from fsdp2kit.data.messages import (
-    Messages,
-    check_messages,
-    learnt_turns,
-    marks_of,
-    media_in,
-    messages_in,
-    no_media,
-    same_at_start,
-)
-from fsdp2kit.data.names import ALSO, CONVERSATIONS, FLAGS, FUNCTIONS, MASKS, WEIGHTS
-from fsdp2kit.data.rows import Row, parsed, without_none
+from fsdp2kit.config.sections.data import DataConfig
+from fsdp2kit.data.columns import RowColumns, messages_in, refuse_media, text_in, written_in
+from fsdp2kit.data.fields import same_at_start
+from fsdp2kit.data.inputs import tools_in, variables_in
+from fsdp2kit.data.messages import Messages, check_messages, learnt_turns, marks_of, nothing_said, read_messages
 from fsdp2kit.errors import UserError
 
 WRAPPED = ("prompt_completion", "preference")
@@ -77,197 +65,19 @@ def answers_per_row(section: DataConfig) -> int:
     return 2 if section.format == "preference" else 1
 
 
-class RowColumns:
-    """A row's columns by our names for them, and the errors about a column that is missing.
-
-    Args:
-        columns: of the row, by the data's names.
-        where: names the row in errors.
-        named: what ``[data.columns]`` calls columns, by our names.
-        block: the columns of the rows that are read together, with this one.
-        follows: whether rows before the block have the columns of ``section``.
-    """
-
-    def __init__(
-        self,
-        columns: dict[str, Any],
-        where: str,
-        section: DataConfig,
-        *,
-        named: Mapping[str, str],
-        block: Sequence[dict[str, Any]],
-        follows: bool,
-    ) -> None:
-        self.where = where
-        self.section = section
-        self.whole = columns
-        """All columns, by the data's names."""
-        self.all = columns
-        """Those that `data.columns.ignore` does not pass over."""
-        if section.columns.ignore:
-            self.all = {name: value for name, value in columns.items() if name not in section.columns.ignore}
-        self.named = named
-        self._block = block
-        self._follows = follows
-
-    def called(self, name: str) -> str:
-        """The data's name for our column ``name``."""
-        return self.named.get(name) or name
-
-    def get(self, name: str) -> Any:
-        """A column's value; None if the row has none."""
-        return self.all.get(self.called(name))
-
-    def is_named(self, name: str) -> bool:
-        """Whether ``[data.columns]`` says what the column is called."""
-        return name in self.named
-
-    def given(self, name: str) -> Any:
-        """An optional column's value; the column is required if ``[data.columns]`` names it."""
-        return self[name] if self.is_named(name) else self.get(name)
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise self.missing(name)
-        return value
-
-    def from_json(self, name: str) -> Any:
-        """A column by the data's name for it. A text that begins like a list or an object is read as JSON."""
-        value = self.all.get(name)
-        is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-        return parsed(value, self.where, name) if is_json else value
-
-    def conversations(self) -> list[str]:
-        """The data's names of the columns with a conversation, without those that this row lacks."""
-        names = (self.called("messages"),) if self.is_named("messages") else CONVERSATIONS
-        return [name for name in names if self.all.get(name) is not None]
-
-    def masks(self, count: int, items: str) -> dict[str, list[bool]]:
-        """What the row's masks say is learnt, by the data's names: the mask that is named, or all known ones.
-
-        Args:
-            count: entries that each must have.
-            items: what these stand for, for errors: "messages", "input_ids".
-        """
-        is_named = self.is_named("loss_mask")
-        if is_named:
-            self["loss_mask"]  # required
-            names = [self.called("loss_mask")]
-        else:
-            names = [name for name in _MASK_NAMES if self.all.get(name) is not None]
-        found = {}
-        for name in names:
-            value = self.from_json(name)
-            if name not in MASKS and not isinstance(value, list) and not is_named:
-                continue  # it speaks of the whole row, and is no mask
-            found[name] = _zeros_and_ones(value, name, self.where)
-            if len(value) != count:
-                what = f"{name} has {len(value)} entries for {count} {items}"
-                todo = f'give one for each, or set data.columns.ignore = ["{name}"]'
-                if items == "messages" and self.all.get("input_ids") is not None:
-                    todo = f'{todo}; rows that are tokenised already are data.format = "tokens"'
-                raise UserError(self.where, what, todo)
-        return found
-
-    def ambiguous(self, *choices: tuple[str, str]) -> UserError:
-        """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
-        names = " and ".join(repr(name) for _, name in choices)
-        todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
-        return UserError(self.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
-
-    def missing(self, column: str) -> UserError:
-        """The error of a row without a required column; its advice fits all rows of the block."""
-        name = self.called(column)
-        names = [other for other, value in self.all.items() if value is not None]
-        has = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
-        rows = self.rows_with(column)
-        others_have = self._follows or bool(rows)
-        if others_have:  # a misspelt name is not a column of theirs
-            near = _nearest(column, name, [one for one in names if not any(one in row for row in rows)])
-            what = f"{has}, and other rows have one"
-            todo = f"rename {near!r}, or drop the row" if near else "add it, or drop the row"
-        else:
-            everywhere = [one for one in names if all(row.get(one) is not None for row in self._block)]
-            near = _nearest(column, name, everywhere)
-            if column in ColumnsConfig.model_fields:
-                todo = f'set data.columns.{column} = "{near or "…"}"'
-                guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
-            else:  # the format reads it under this name alone
-                guess = f"did you mean {near!r}? Rename it" if near else "add the column"
-            # Recipes that learn from pairs of answers, or from prompts, take no other format.
-            is_fixed = self.section.format in ("preference", "prompts")
-            rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
-            what = has
-            todo = f"{guess}, or {rest}"
-        if name in self.all and (others_have or near is None):
-            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
-        return UserError(self.where, what, todo)
-
-    def rows_with(self, column: str) -> list[dict[str, Any]]:
-        """The columns of those rows of the block that have a column which this row lacks."""
-        names = {self.called(column)}
-        if column == "messages" and not self.is_named(column):
-            names |= set(CONVERSATIONS)
-        return [row for row in self._block if any(row.get(name) is not None for name in names)]
-
-
-_MASK_NAMES = tuple(dict.fromkeys((*MASKS, *WEIGHTS, *FLAGS)))
-
-
-def read_columns(rows: Sequence[Row], section: DataConfig, *, follows: bool = False) -> list[RowColumns]:
-    """The columns of rows that are read together.
-
-    Args:
-        section: its `format`, `columns` and `train_on` are read.
-        follows: whether rows before these have its columns.
-    """
-    named = section.columns.model_dump(exclude_none=True, exclude={"ignore"})
-    block = [row.parse() for row in rows]
-    return [
-        RowColumns(columns, row.where, section, named=named, block=block, follows=follows)
-        for columns, row in zip(block, rows, strict=True)
-    ]
-
-
-def _zeros_and_ones(value: Any, name: str, where: str) -> list[bool]:
-    """A mask: a list of 0 and 1, also as truth values or floats."""
-    todo = f"give {name} as a list of 0 and 1"
-    if not isinstance(value, list):
-        raise UserError(where, f"{name} is of type {type(value).__name__}", todo)
-    for at, one in enumerate(value):
-        if not isinstance(one, (bool, int, float)) or one not in (0, 1):
-            raise UserError(
-                where, f"{name}[{at}] is {one!r}, and a token or turn is learnt wholly or not at all", todo
-            )
-    return [one == 1 for one in value]
-
-
-def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
-    """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
-    alike = [one for one in names if one.lower() in ALSO.get(column, ()) or column in one.lower().split("_")]
-    return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
-
-
 def conversations_in(row: RowColumns) -> Sequence[Conversation | PlainText]:
     """A row's conversations or plain texts, one for each of its answers. Not for rows of tokens."""
     format = row.section.format
     if format == "text":
-        return [PlainText(_text_in(row), 0, row.where)]
-    _refuse_media(row)
+        return [PlainText(text_in(row), 0, row.where)]
+    written = written_in(row)
+    said = read_messages(written, row.where, may_be_text=format in WRAPPED)
     if format == "preference":
-        return _answers(row)
-    if format == "alpaca":
-        return [_alpaca(row)]
+        prompt, answers = _prompt_and_answers(row, said)
+        return [_answered(row, prompt, answer) for answer in answers]
     if format == "prompt_completion":
-        prompt = messages_in(row["prompt"], row.where)
-        completion = row["completion"]
-        return [_pair(row, prompt, completion if isinstance(prompt, str) else messages_in(completion, row.where))]
-    if format != "chat":
-        raise ValueError(f"rows of the format {format!r} are not encoded here")
-    messages = _messages(row)
-    if messages is None:
-        raise row.missing("messages")
+        return [_answered(row, said["prompt"], said["completion"])]
+    messages = _with_system(row, _only(row, said))
     return [_conversation(row, messages)]
 
 
@@ -276,26 +86,27 @@ def prompt_in(row: RowColumns, *, has_template: bool) -> Conversation | str:
 
     It is in the column that ``[data.columns]`` names, or in a default column. An answer at the end is cut off.
     """
-    _refuse_media(row)
+    refuse_media(row)
     prompt = None if row.is_named("messages") else messages_in(row.given("prompt"), row.where)
-    messages = None if row.is_named("prompt") else _messages(row)
-    found: list[Messages] = []
-    if prompt is not None:
-        found.append(_with_system(row, check_messages(_wrapped(prompt, "user"), row.where, name="prompt")))
-    if messages is not None:
-        found.append(messages)
-    found = [one[:-1] if one[-1]["role"] == "assistant" else one for one in found]
-    if not found:
+    conversations = {} if row.is_named("prompt") else row.conversations()
+    if prompt is None and not conversations:
         raise row.missing("prompt" if row.rows_with("prompt") else "messages")
+    said: list[Messages] = []
+    if prompt is not None:
+        said.append(check_messages(_wrapped(prompt, "user"), row.where, name="prompt"))
+    if conversations:
+        said.append(_only(row, read_messages(conversations, row.where)))
+    found = [_with_system(row, one) for one in said]
+    found = [one[:-1] if one[-1]["role"] == "assistant" else one for one in found]
     if not all(found):
         raise UserError(row.where, "there is no prompt before the answer", "begin with a user's message")
     if found[0] != found[-1]:
-        raise row.ambiguous(("prompt", "prompt"), ("messages", row.conversations()[0]))
+        raise _ambiguous(row, ("prompt", "prompt"), ("messages", next(iter(conversations))))
     if isinstance(prompt, str) and not has_template:
         _check_is_plain(row)
         return prompt
-    variables = _variables(row)
-    return prompt_of(found[0], where=row.where, tools=_tools(row), variables=variables)
+    variables = variables_in(row)
+    return prompt_of(found[0], where=row.where, tools=tools_in(row), variables=variables)
 
 
 def prompt_of(
@@ -313,107 +124,72 @@ def prompt_of(
     return Conversation(messages, where, tools, variables or {}, is_prompt=True)
 
 
-def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool:
+def looks_unwrapped(row: RowColumns, tokenizer: Tokenizer) -> bool:
     """Whether a row's prompt is a plain text without special tokens, although the tokenizer has a chat template.
 
     Args:
-        section: its format is one of `WRAPPED`.
+        row: of one of the formats `WRAPPED`.
     """
-    columns = row.parse()
-    side = "chosen" if section.format == "preference" else "completion"
-    answer = messages_in(columns.get(section.column(side)), row.where)
-    prompt = messages_in(columns.get(section.column("prompt")), row.where) or answer  # which may begin with it
-    if section.wrap == "chat" or not tokenizer.chat_template:
+    side = "chosen" if row.section.format == "preference" else "completion"
+    answer = messages_in(row.whole.get(row.called(side)), row.where)
+    prompt = messages_in(row.whole.get(row.called("prompt")), row.where) or answer  # which may begin with it
+    if row.section.wrap == "chat" or not tokenizer.chat_template:
         return False
     if not (isinstance(prompt, str) and isinstance(answer, str)):
         return False
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
-def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
-    """A 64-bit digest of the columns that the row's format reads, so that copies of a row have the same key."""
-    names = [name for name in COLUMNS[section.format] if name != "loss_mask"]  # copies may be learnt in other parts
-    content = {name: row[called] for name in names if (called := section.column(name)) in row}
-    return content_key(without_none(content))
+def _only(row: RowColumns, said: Mapping[str, Messages]) -> Messages:
+    """The row's conversation. The row may have both default columns if they say the same."""
+    found = list(said.values())
+    if len(found) > 1 and found[0] != found[1]:
+        raise _ambiguous(row, *(("messages", name) for name in said))
+    return found[0]
 
 
-def content_key(content: Any) -> int:
-    """A 64-bit digest of a value's JSON."""
-    text = json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _ambiguous(row: RowColumns, *choices: tuple[str, str]) -> UserError:
+    """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
+    names = " and ".join(repr(name) for _, name in choices)
+    todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
+    return UserError(row.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
 
 
-def _text_in(row: RowColumns) -> str:
-    text = row["text"]
-    if not isinstance(text, str):
-        raise UserError(row.where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
-    return text
+def _prompt_and_answers(row: RowColumns, said: Mapping[str, Any]) -> tuple[str | Messages, list[Any]]:
+    """The row's ``prompt``, or else what ``chosen`` and ``rejected`` both begin with, and the two without it."""
+    prompt = said.get("prompt")
+    answers = [said[name] for name in _SIDES]
+    if not isinstance(answers[0], str):
+        prompt, repeated = _said_before(prompt, answers, row.where)
+        answers = [answer[count:] for answer, count in zip(answers, repeated, strict=True)]
+    elif prompt is None:
+        prompt = _shared_text(*answers) or None
+        answers = [answer[len(prompt or "") :] for answer in answers]
+    elif isinstance(prompt, str) and row.section.wrap != "chat":  # where it is a message, no answer can repeat it
+        answers = _without_prompt(answers, prompt)
+    if prompt is None:
+        raise UserError(row.where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
+    return prompt, answers
 
 
-def _alpaca(row: RowColumns) -> Conversation:
-    """The conversation of an Alpaca row, with the ``system`` and ``history`` that some data has."""
-    asked = row["instruction"]
-    answer = row["output"]
-    if about := row.get("input"):
-        asked = f"{asked}\n\n{about}"
-    messages: Messages = []
-    history = row.from_json("history") or []
-    if not isinstance(history, Sequence):
-        raise UserError(row.where, f"history is of type {type(history).__name__}", 'write [["question", "answer"], …]')
-    for turn in (*history, (asked, answer)):
-        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
-            raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return _conversation(row, _with_system(row, check_messages(messages, row.where)))
-
-
-def _pair(row: RowColumns, prompt: Any, answer: Any) -> Conversation | PlainText:
-    """A prompt with its answer, as texts or as messages. The prompt is supervised only under ``train_on = "all"``."""
-    if row.section.wrap == "chat":
-        prompt = _wrapped(prompt, "user")
-        answer = _wrapped(answer, "assistant")
+def _answered(row: RowColumns, prompt: str | Messages, answer: str | Messages) -> Conversation | PlainText:
+    """A prompt with its answer, two texts or messages. The prompt is supervised only under ``train_on = "all"``."""
     learns_all = row.section.train_on == "all"
-    if isinstance(prompt, str) != isinstance(answer, str):
-        what = "prompt and completion are a text and a list of messages"
-        raise UserError(row.where, what, "give two of a kind")
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and isinstance(answer, str) and row.section.wrap != "chat":
         _check_is_plain(row)
         if not answer.strip():
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
         return PlainText(prompt + answer, 0 if learns_all else len(prompt), row.where)
-    before = _with_system(row, check_messages(prompt, row.where, name="prompt"))
-    messages = [*before, *check_messages(answer, row.where, name="completion")]
+    if answer == []:  # it only repeats the prompt
+        raise nothing_said(row.where, "completion")
+    before = _with_system(row, _wrapped(prompt, "user"))
+    messages = [*before, *_wrapped(answer, "assistant")]
     return _conversation(row, messages, learn_from=0 if learns_all else len(before))
 
 
-def _wrapped(value: Any, role: str) -> Any:
+def _wrapped(value: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _answers(row: RowColumns) -> list[Conversation | PlainText]:
-    """``chosen`` and ``rejected``, each with the row's ``prompt``, or else with what both begin with."""
-    where = row.where
-    answers: list[Any] = [messages_in(row[name], where) for name in _SIDES]
-    prompt = messages_in(row.given("prompt"), where)
-    are_texts = isinstance(answers[0], str)
-    if are_texts != isinstance(answers[1], str):
-        raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
-    if are_texts:
-        if prompt is None:
-            if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
-                raise row.missing("prompt")
-            prompt = _shared_text(*answers) or None
-            answers = [answer[len(prompt or "") :] for answer in answers]
-        elif isinstance(prompt, str) and row.section.wrap != "chat":  # where it is a message, no answer can repeat it
-            answers = _without_prompt(answers, prompt)
-    else:
-        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-        prompt, repeated = _said_before(prompt, answers, where)
-        answers = [answer[count:] for answer, count in zip(answers, repeated, strict=True)]
-    if prompt is None:
-        raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
-    return [_pair(row, prompt, answer) for answer in answers]
 
 
 def _without_prompt(answers: Sequence[str], prompt: str) -> list[str]:
@@ -424,7 +200,9 @@ def _without_prompt(answers: Sequence[str], prompt: str) -> list[str]:
     return rest if len(rest) == len(answers) and not is_inside else list(answers)
 
 
-def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, list[int]]:
+def _said_before(
+    prompt: str | Messages | None, answers: Sequence[Messages], where: str
+) -> tuple[Messages | None, list[int]]:
     """The messages before two answers (None without any), and how many of these messages each of them repeats.
 
     Both may repeat a longer conversation than the prompt, or only its last messages; one alone may repeat the prompt.
@@ -439,7 +217,6 @@ def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[
             what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
             raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
         return shared or _wrapped(prompt, "user"), [len(shared)] * 2
-    prompt = check_messages(prompt, where, name="prompt")
     for start in range(len(shared) - len(prompt) + 1):
         if shared[start : start + len(prompt)] == prompt:
             return shared[: start + len(prompt)], [start + len(prompt)] * 2
@@ -453,38 +230,6 @@ def _shared_text(one: str, other: str) -> str:
     shared = one[: same_at_start(one, other)]
     end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
     return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
-
-
-def _messages(row: RowColumns) -> Messages | None:
-    """The row's conversation, in the column that is named or in a default one; None if it has neither default.
-
-    The row may have both defaults if they are the same.
-    """
-    names = row.conversations()
-    if row.is_named("messages") and not names:
-        raise row.missing("messages")
-    found = [check_messages(_flagged(row, row.from_json(name)), row.where, name=name) for name in names]
-    if len(found) > 1 and found[0] != found[1]:
-        raise row.ambiguous(*(("messages", name) for name in names))
-    return _with_system(row, found[0]) if found else None
-
-
-def _flagged(row: RowColumns, messages: Any) -> Any:
-    """A conversation with each entry of the row's masks in its message, as ``loss_mask``."""
-    if row.section.format != "chat" or not isinstance(messages, list):
-        return messages
-    for name, learnt in row.masks(len(messages), "messages").items():
-        flagged = []
-        for at, (message, is_learnt) in enumerate(zip(messages, learnt, strict=True)):
-            if isinstance(message, Mapping):
-                said = message.get("loss_mask")
-                if said is not None and said != is_learnt:
-                    what = f"{name}[{at}] is {int(is_learnt)}, and messages[{at}] has loss_mask = {said}"
-                    raise UserError(row.where, what, "let both say the same, or leave one out")
-                message = {**message, "loss_mask": int(is_learnt)}
-            flagged.append(message)
-        messages = flagged
-    return messages
 
 
 def _with_system(row: RowColumns, messages: Messages) -> Messages:
@@ -503,90 +248,20 @@ def _with_system(row: RowColumns, messages: Messages) -> Messages:
     return messages
 
 
-def _refuse_media(row: RowColumns) -> None:
-    """Refuse a row with a column of what its messages show: ``image``, ``images``, ``video``, …"""
-    if name := media_in(row.all):
-        raise no_media(row.where, repr(name), name)
-
-
 def _check_is_plain(row: RowColumns) -> None:
     """Refuse a system prompt or tools beside a plain text, which would lack them."""
     if row.all.get("system"):
         what = "the row has a system prompt, and its prompt is a plain text"
         raise UserError(row.where, what, 'put texts into the chat template, or rename the column "system"')
-    if _tools(row):
+    if tools_in(row):
         what = "the row has tools, and its prompt is a plain text"
         raise UserError(row.where, what, "put texts into the chat template, or leave the tools out")
 
 
 def _conversation(row: RowColumns, messages: Messages, *, learn_from: int = 0) -> Conversation:
     """The messages with the row's ``tools`` and ``chat_template_kwargs``, and what is learnt of them."""
-    variables = _variables(row)
-    tools = _tools(row)
+    variables = variables_in(row)
+    tools = tools_in(row)
     marks = marks_of(messages, row.where)
     turns = learnt_turns(messages, marks, learn_from, row.section.train_on, row.where)
     return Conversation(messages, row.where, tools, variables, turns, learn_from, skips_turns=False in marks)
-
-
-def _variables(row: RowColumns) -> Mapping[str, Any]:
-    """What the row passes to the chat template."""
-    variables = row.from_json("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        raise UserError(row.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-    return variables
-
-
-def _tools(row: RowColumns) -> Any:
-    """The schemas of the row's tools, from ``tools`` or its former name ``functions``; None without any."""
-    tools = check_tools(row.get("tools"), row.where)
-    if row.is_named("tools"):
-        return tools
-    functions = _functions(row)
-    if tools and functions and _schemas(tools) != _schemas(functions):
-        what = f"the row has 'tools' and '{FUNCTIONS}', which differ"
-        raise UserError(row.where, what, f'say which is meant: data.columns.tools = "tools" or "{FUNCTIONS}"')
-    return tools or functions
-
-
-def _functions(row: RowColumns) -> Any:
-    """The schemas in the column ``functions`` in the form of ``tools``; None without any."""
-    found = row.all.get(FUNCTIONS)
-    if not found:
-        return None
-    found = parsed(found, row.where, FUNCTIONS)
-    found = [found] if isinstance(found, Mapping) else found
-    if not found:
-        return None
-    todo = 'give [{"name": "…", "description": "…", "parameters": {…}}]'
-    if not isinstance(found, list):
-        raise UserError(row.where, f"{FUNCTIONS} is of type {type(found).__name__}, not a list of schemas", todo)
-    tools = []
-    for at, one in enumerate(found):
-        schema = parsed(one, row.where, f"{FUNCTIONS}[{at}]")
-        function = schema.get("function", schema) if isinstance(schema, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UserError(row.where, f"{FUNCTIONS}[{at}] is no schema with a name", todo)
-        tools.append(schema if "function" in schema else {"type": "function", "function": schema})
-    return check_tools(tools, row.where)
-
-
-def _schemas(tools: Any) -> Any:
-    """Schemas without what is around them, to compare them."""
-    return [one.get("function", one) if isinstance(one, Mapping) else one for one in tools]
-
-
-def check_tools(tools: Any, where: str) -> Any:
-    """Tool schemas as a list of objects; None without tools. Any part may be a string of JSON."""
-    if tools is None:
-        return None
-    tools = parsed(tools, where, "tools")
-    if not isinstance(tools, list):
-        return tools or None
-    tools = [parsed(tool, where, f"tools[{at}]") for at, tool in enumerate(tools)]
-    for at, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-            parameters = parsed(function["parameters"], where, f"tools[{at}].parameters")
-            function = {**function, "parameters": parameters}
-            tools[at] = {**tool, "function": function} if "function" in tool else function
-    return tools or None

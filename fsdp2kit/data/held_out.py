@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.sections.data import DataConfig
-from fsdp2kit.data.conversation import row_key
+from fsdp2kit.data.columns import row_key
 from fsdp2kit.data.rows import RowReader, blocks_of
 from fsdp2kit.data.sources import Location
 from fsdp2kit.data.tables import TokenTable, encode_table, names_of_lines

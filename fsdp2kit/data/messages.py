@@ -2,43 +2,38 @@
 
 Read are ShareGPT's roles and keys; calls and results of OpenAI, Anthropic, LangChain and ms-swift, as turns or as
 parts of a content; thoughts; and whether a turn is learnt. A chat template may read what is left, which is judged in
-`fsdp2kit.data.template`: `is_text` says what may not be left out.
+`fsdp2kit.data.fitting`: `is_text` says what may not be left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp2kit.data.fields import is_text, media_in, no_media, shortened, thought_in
+from fsdp2kit.data.json_texts import load_json, parsed
 from fsdp2kit.data.names import (
     ARGUMENTS,
     CALL_IDS,
     CALL_NAMES,
     CALL_ROLES,
     CALLS,
-    ENCLOSED,
     FLAG_VALUES,
     FLAGS,
-    HARMLESS,
     LIKE_A_FLAG,
     MEDIA,
-    MEDIA_KEYS,
     OPPOSITE,
     PLAIN,
     REASONING,
     RESULT_KEYS,
     RESULTS,
     ROLES,
-    SPOKEN,
     TEXTS,
     THOUGHT_KEYS,
     THOUGHTS,
-    USUAL,
 )
-from fsdp2kit.data.rows import load_json, parsed
 from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
@@ -49,8 +44,22 @@ BESIDE = ("tool_calls", *REASONING)
 """Fields with text of a turn, beside its content."""
 
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
-_LETTERS = re.compile(r"[^\W\d_]")
-_LONGEST_WORD = 64
+
+
+def read_messages(written: Mapping[str, Any], where: str, *, may_be_text: bool = False) -> dict[str, Any]:
+    """Columns with their messages in OpenAI's form, as `check_messages` returns them.
+
+    Args:
+        written: lists of messages as the data writes them, by the names of their columns.
+        may_be_text: texts stay.
+    """
+    said: dict[str, Any] = {}
+    for name, messages in written.items():
+        if may_be_text and isinstance(messages, str):
+            said[name] = messages
+        else:
+            said[name] = check_messages(messages, where, name=name)
+    return said
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> Messages:
@@ -63,7 +72,7 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> Mess
         UserError: a message has another form; it names the row and the message.
     """
     if isinstance(messages, Sequence) and not messages:
-        raise UserError(where, f"{name} is empty", _TODO)
+        raise nothing_said(where, name)
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         kinds = "a list" if name == "messages" else "a text or a list of messages"
         todo = _TODO if name == "messages" else "give one of these"
@@ -77,6 +86,11 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> Mess
         else:
             found += read
     return found
+
+
+def nothing_said(where: str, name: str) -> UserError:
+    """The error of a list without messages."""
+    return UserError(where, f"{name} is empty", _TODO)
 
 
 def _one_turn(message: Message, call: Message, where: str, name: str) -> Message:
@@ -173,26 +187,6 @@ def _read_fields(message: Mapping[str, Any], where: str, name: str) -> Message:
     return message
 
 
-def media_in(fields: Mapping[str, Any]) -> str | None:
-    """The key of a message, or column of a row, that holds an image, a video or audio; a list of nulls is empty."""
-    for key in MEDIA_KEYS:
-        value = fields.get(key)
-        if value and (not isinstance(value, list) or any(value)):
-            return key
-    return None
-
-
-def no_media(where: str, name: str, key: str) -> UserError:
-    """The error of a row that holds an image, a video or audio.
-
-    Args:
-        name: of what holds it.
-        key: one of `MEDIA_KEYS`.
-    """
-    kind = key.removesuffix("s")
-    return UserError(where, f"{name} is of type {kind}, and only text is trained", "drop the row, or its images")
-
-
 def _read_call_turn(message: Message, where: str, name: str) -> None:
     """A turn of ShareGPT or ms-swift that is a call, in JSON, as one of the assistant with tool calls, in place."""
     content = message.pop("content", None)
@@ -240,27 +234,6 @@ def _read_reasoning(message: Message, where: str, name: str) -> None:
         if message[key] != message[texts[0]]:
             raise UserError(where, f"{name} has {texts[0]} and {key}, which differ", "leave one of them out")
         message.pop(key)
-
-
-def messages_in(value: Any, where: str) -> Any:
-    """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON.
-
-    Raises:
-        UserError: it is JSON that no row may have; it names ``where``.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    with contextlib.suppress(json.JSONDecodeError):
-        found = load_json(value, where)
-        if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
-            return found
-    return value
-
-
-def same_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many letters or messages are the same at the beginning of two texts or conversations."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def learnt_by(message: Mapping[str, Any], where: str, name: str) -> bool | None:
@@ -318,82 +291,6 @@ def learnt_turns(
         what = f"{which} of the assistant is marked as not learnt, so the row has nothing to learn"
         raise UserError(where, what, "drop the row, or mark a turn as learnt")
     return learnt
-
-
-def is_text(field: str, value: Any, role: str = "") -> bool:
-    """Whether a field may hold a text that another tool would learn or show; ids, dates, figures and words do not.
-
-    Args:
-        role: of the message.
-    """
-    if field == "name":  # of a speaker; a result's is that of its function
-        return isinstance(value, str) and role != "tool" and value.lower() not in ("", role)
-    if field in ENCLOSED:
-        return bool(value)
-    return value not in USUAL.get(field, ()) and _holds_text(field, value)
-
-
-def _holds_text(field: str, value: Any) -> bool:
-    if field in HARMLESS:
-        return False
-    if isinstance(value, Mapping):
-        return any(_holds_text(key, item) for key, item in value.items())
-    if isinstance(value, list):
-        return any(_holds_text(field, item) for item in value)
-    if not isinstance(value, str) or not _LETTERS.search(value):
-        return False
-    return field in SPOKEN or len(value.strip()) > _LONGEST_WORD or len(value.split()) > 1
-
-
-def shortened(value: Any) -> str:
-    """A value in a message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:60] + "…"
-
-
-# What stands around a thought in a content.
-_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "analysis", "scratchpad", "reflection")
-_THOUGHT_PAIRS = [
-    *((f"<{tag}>", f"</{tag}>") for tag in _TAGS),
-    ("[THINK]", "[/THINK]"),
-    ("◁think▷", "◁/think▷"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-]
-OPENING = _THOUGHT_PAIRS[0][0]
-"""Begins a thought; a generation prompt may open it."""
-CLOSING = _THOUGHT_PAIRS[0][1]
-_FIRST = {opening[0] for opening, _ in _THOUGHT_PAIRS}
-
-
-def thought_in(content: str) -> tuple[str, str] | None:
-    """The thought that a content begins with and what follows it; None without one."""
-    text = content.lstrip()
-    if text[:1] not in _FIRST:  # most contents have none
-        return None
-    for opening, closing in _THOUGHT_PAIRS:
-        before, found, rest = text.partition(closing)
-        if found and before.startswith(opening):
-            return before[len(opening) :].strip(), rest.lstrip()
-    return None
-
-
-def empty_thought(content: str) -> str:
-    """The tags of an empty thought that a content begins with; "" without one."""
-    found = thought_in(content)
-    if found is None or found[0]:
-        return ""
-    return "".join(content[: len(content) - len(found[1])].split())
-
-
-def without_thoughts(content: str) -> list[str]:
-    """A content without its thoughts, in the ways in which templates cut them out; empty if it has none."""
-    found = []
-    for opening, closing in _THOUGHT_PAIRS:
-        if closing in content:
-            pattern = f"{re.escape(opening)}.*?{re.escape(closing)}"
-            found += [content.rpartition(closing)[2], re.sub(pattern, "", content, flags=re.DOTALL)]
-    return found
 
 
 def _unfolded(message: Message, where: str, name: str, before: Sequence[Message]) -> list[Message]:

@@ -90,7 +90,7 @@ MEDIA_KEYS = tuple(name for kind in MEDIA for name in (kind, f"{kind}s"))  # of 
 # Fields and roles of messages.
 
 STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The names of roles that messages have after `fsdp2kit.data.template.Template.fit`."""
+"""The names of roles that messages have after `fsdp2kit.data.fitting.fit`."""
 
 # Other tools' names of the roles; ShareGPT's in the key "from".
 ROLES = {
@@ -183,7 +183,7 @@ class Refused(NamedTuple):
     names: tuple[str, ...]
     formats: tuple[DataFormat, ...]
     when: When
-    """The values that are refused; see `fsdp2kit.data.columns`. Nulls and what is empty never are."""
+    """The values that are refused; see `fsdp2kit.data.unread`. Nulls and what is empty never are."""
     what: str
     """What the column says."""
     todo: str

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2kit.data.conversation import Conversation
-from fsdp2kit.data.messages import BESIDE, Message, Messages, TrainOn, same_at_start
+from fsdp2kit.data.fields import same_at_start
+from fsdp2kit.data.fitting import fit
+from fsdp2kit.data.messages import BESIDE, Message, Messages, TrainOn
 from fsdp2kit.data.names import REASONING
-from fsdp2kit.data.shown import settle
 from fsdp2kit.data.special import SpecialTokens, restored, special_tokens, without_quotes
 from fsdp2kit.data.template import CLOSE, OPEN, Template, Tokenizer
 from fsdp2kit.errors import UserError
@@ -118,9 +119,7 @@ class Renderer:
         variables = conversation.variables
         is_prompt = conversation.is_prompt
         template = Template(self.tokenizer, tools=tools, variables=variables, where=conversation.where)
-        fitted = template.fit([template.without_flags(message) for message in conversation.messages])
-        as_fitted = template.render(fitted, prompt=is_prompt)
-        messages, text = settle(template, fitted, as_fitted, conversation.turns, prompt=is_prompt)
+        messages, text = fit(template, conversation.messages, conversation.turns, prompt=is_prompt)
         special = self.special
         values = [tools, variables, messages]
         changed, stand_ins, own_special = without_quotes(values, special, where=conversation.where)

@@ -31,7 +31,7 @@ import pyarrow as pa
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
-from fsdp2kit.data.conversation import row_key
+from fsdp2kit.data.columns import row_key
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.formatter import formatter_digest
 from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_rows, hub_content
@@ -50,16 +50,20 @@ _FINDINGS = b"fsdp2kit"  # the key of `Findings` in a table's metadata
 # The files whose code turns rows into tokens.
 _CODE = (
     "rows.py",
+    "json_texts.py",
     "formatter.py",
     "names.py",
+    "fields.py",
     "columns.py",
     "messages.py",
+    "inputs.py",
     "conversation.py",
+    "unread.py",
     "token_rows.py",
     "findings.py",
     "template.py",
     "bounds.py",
-    "shown.py",
+    "fitting.py",
     "special.py",
     "rendered.py",
     "tokens.py",

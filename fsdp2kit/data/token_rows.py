@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2kit.data.conversation import RowColumns
+from fsdp2kit.data.columns import RowColumns
 from fsdp2kit.data.names import CUMULATIVE, LENGTHS, NUMBERS, POSITIONS
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE

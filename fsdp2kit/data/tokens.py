@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdp2kit.config.sections.data import DataConfig
-from fsdp2kit.data.columns import check_columns, unread_columns
+from fsdp2kit.data.columns import RowColumns, read_columns
 from fsdp2kit.data.conversation import (
     WRAPPED,
     Conversation,
@@ -24,15 +24,15 @@ from fsdp2kit.data.conversation import (
     conversations_in,
     looks_unwrapped,
     prompt_in,
-    read_columns,
 )
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.memory import check_room
 from fsdp2kit.data.rendered import Rendered, Renderer, Span, supervised_spans
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.special import encode_quotes
-from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.template import Tokenizer, template_variables
 from fsdp2kit.data.token_rows import Encoded, labelled_documents
+from fsdp2kit.data.unread import check_unread
 from fsdp2kit.errors import UserError
 
 NO_ENDING = -1
@@ -89,33 +89,39 @@ def encode_documents(
         findings: what is noticed of the rows is added here.
     """
     findings = Findings() if findings is None else findings
-    documents: list[list[Encoded]] = []
-    learnt: list[list[_Learnt]] = []
     renderer = Renderer(tokenizer)
-    for row in read_columns(rows, section, follows=follows):
-        if section.format == "tokens":
-            documents.append(labelled_documents(row))
-            check_columns(row, tokenizer=None)
-            findings.note_row(unread=unread_columns(row), systems_twice=[])
-            continue
-        said = conversations_in(row)
-        conversations = [one for one in said if isinstance(one, Conversation)]
-        for conversation in conversations:
-            renderer.check_template(conversation)
-        check_columns(row, tokenizer=tokenizer if conversations else None)
-        unread = unread_columns(row)
-        learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
-        findings.note_row(unread=unread, systems_twice=[one.has_system_twice for one in conversations])
+    read = read_columns(rows, section, follows=follows)
     if section.format == "tokens":
+        documents = []
+        for row in read:
+            documents.append(labelled_documents(row))
+            _check_rest(row, [], renderer, findings)
         return documents
+    learnt: list[list[_Learnt]] = []
+    for row in read:
+        said = conversations_in(row)
+        _check_rest(row, said, renderer, findings)
+        learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
     texts = list(itertools.chain.from_iterable(learnt))
     if section.format == "text":
         encoded = iter(_encode_plain_texts(texts, tokenizer, findings))
     else:
-        if section.format in WRAPPED and rows:
-            findings.unwrapped |= looks_unwrapped(rows[0], section, tokenizer)
+        if section.format in WRAPPED and read:
+            findings.unwrapped |= looks_unwrapped(read[0], tokenizer)
         encoded = iter(_encode(texts, renderer, findings))
     return [list(itertools.islice(encoded, len(of_row))) for of_row in learnt]
+
+
+def _check_rest(
+    row: RowColumns, said: Sequence[Conversation | PlainText], renderer: Renderer, findings: Findings
+) -> None:
+    """Refuse a row with a column that its texts lack, and a tokenizer that cannot render its conversations."""
+    conversations = [one for one in said if isinstance(one, Conversation)]
+    for conversation in conversations:
+        renderer.check_template(conversation)
+    variables = template_variables(renderer.tokenizer) if conversations else frozenset()
+    unread = check_unread(row, variables)
+    findings.note_row(unread=unread, systems_twice=[one.has_system_twice for one in conversations])
 
 
 def encode_prompts(
@@ -135,11 +141,7 @@ def encode_prompts(
     renderer = Renderer(tokenizer)
     for row in read_columns(rows, section):
         asked = prompt_in(row, has_template=tokenizer.chat_template is not None)
-        conversations = [asked] if isinstance(asked, Conversation) else []
-        for conversation in conversations:
-            renderer.check_template(conversation)
-        check_columns(row, tokenizer=tokenizer if conversations else None)
-        findings.note_row(unread=unread_columns(row), systems_twice=[one.has_system_twice for one in conversations])
+        _check_rest(row, [asked] if isinstance(asked, Conversation) else [], renderer, findings)
         if isinstance(asked, str):
             messages = asked
             ids = plain_prompt_ids(tokenizer, asked)

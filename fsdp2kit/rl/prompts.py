@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
+from fsdp2kit.data.columns import content_key
 from fsdp2kit.data.contents import Content, content_of
-from fsdp2kit.data.conversation import content_key
 from fsdp2kit.data.findings import Findings
 from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation

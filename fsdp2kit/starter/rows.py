@@ -12,8 +12,8 @@ import numpy as np
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.sections.data import DataConfig
+from fsdp2kit.data.columns import messages_in, read_columns
 from fsdp2kit.data.conversation import WRAPPED, answers_per_row, looks_unwrapped
-from fsdp2kit.data.messages import messages_in
 from fsdp2kit.data.names import ALSO
 from fsdp2kit.data.rows import Row, RowReader, estimate_rows
 from fsdp2kit.data.sources import is_url, locate
@@ -184,7 +184,7 @@ def measure(
     has_reference = reference_of(dict(rows[0].parse())) is not None
     if tokenizer is None:
         return DataFacts(guess, False, count, None, has_reference)
-    wrap = guess.format in WRAPPED and looks_unwrapped(rows[0], data, tokenizer)
+    wrap = guess.format in WRAPPED and looks_unwrapped(read_columns(rows[:1], data)[0], tokenizer)
     section = data.model_copy(update={"wrap": "chat"}) if wrap else data
     if guess.format == "prompts":
         lengths = np.array([len(one.ids) for one in encode_prompts(rows, section, tokenizer)])

@@ -8,11 +8,12 @@ import pytest
 
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.columns import unread_columns
-from fsdp2kit.data.conversation import conversations_in, read_columns, row_key
+from fsdp2kit.data.columns import read_columns, row_key
+from fsdp2kit.data.conversation import conversations_in
 from fsdp2kit.data.names import REFUSED
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
+from fsdp2kit.data.unread import check_unread
 from fsdp2kit.errors import UserError
 from tests.data.helpers import templates
 from tests.data.helpers.families import MULTI, SINGLE, TOOL, talk_for, tokenizer_of
@@ -112,7 +113,7 @@ METADATA |= {"sample_weight": None, "history": [], "tools": [], "images": [], "c
 def test_metadata_stops_no_run_and_is_named(kind: str, tokenizer) -> None:
     assert encode(kind, METADATA, tokenizer) == encode(kind, {}, tokenizer)
     how = DataConfig(format=kind)  # pyright: ignore[reportArgumentType]
-    unread = unread_columns(*read_columns([Row({**ROWS[kind], **METADATA}, "x")], how))
+    unread = check_unread(*read_columns([Row({**ROWS[kind], **METADATA}, "x")], how), frozenset())
     assert {"id", "source", "label", "weight"} <= {*unread}
     assert not {"lengths", "sample_weight", "tools", "images", *ROWS[kind]} & {*unread}, "what is empty is not named"
 

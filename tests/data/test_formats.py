@@ -12,7 +12,8 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data import tables
-from fsdp2kit.data.conversation import looks_unwrapped, read_columns, row_key
+from fsdp2kit.data.columns import RowColumns, read_columns, row_key
+from fsdp2kit.data.conversation import looks_unwrapped
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
@@ -35,6 +36,11 @@ def learnt(row: dict, tokenizer, how: DataConfig) -> tuple[str, str]:
     """The whole row and what is learnt of it, as text."""
     [(ids, mask)] = encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
     return tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)
+
+
+def read(row: dict, how: DataConfig) -> RowColumns:
+    [columns] = read_columns([Row(row, "x")], how)
+    return columns
 
 
 def refused(row: dict, tokenizer, how: DataConfig) -> str:
@@ -137,16 +143,16 @@ def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
 
 def test_what_looks_unwrapped() -> None:
     tokenizer, plain = make_tokenizer(templates.CHATML), COMPLETION
-    row = Row({"prompt": "Is water wet?", "completion": "Yes."}, "x")
-    assert looks_unwrapped(row, plain, tokenizer)
-    assert not looks_unwrapped(row, plain, make_tokenizer(None))
-    assert not looks_unwrapped(row, DataConfig(format="prompt_completion", wrap="chat"), tokenizer)
+    row = {"prompt": "Is water wet?", "completion": "Yes."}
+    assert looks_unwrapped(read(row, plain), tokenizer)
+    assert not looks_unwrapped(read(row, plain), make_tokenizer(None))
+    assert not looks_unwrapped(read(row, DataConfig(format="prompt_completion", wrap="chat")), tokenizer)
     rendered = tokenizer.apply_chat_template(SINGLE[:1], tokenize=False, add_generation_prompt=True)
-    assert not looks_unwrapped(Row({"prompt": rendered, "completion": "Yes."}, "x"), plain, tokenizer)
-    assert not looks_unwrapped(Row({"prompt": SINGLE[:1], "completion": SINGLE[1:]}, "x"), plain, tokenizer)
+    assert not looks_unwrapped(read({"prompt": rendered, "completion": "Yes."}, plain), tokenizer)
+    assert not looks_unwrapped(read({"prompt": SINGLE[:1], "completion": SINGLE[1:]}, plain), tokenizer)
     pairs = DataConfig(format="preference")
-    assert looks_unwrapped(Row({"chosen": "Wet? Yes", "rejected": "Wet? No"}, "x"), pairs, tokenizer)
-    assert not looks_unwrapped(Row({"prompt": "Wet?", "chosen": SINGLE, "rejected": SINGLE}, "x"), pairs, tokenizer)
+    assert looks_unwrapped(read({"chosen": "Wet? Yes", "rejected": "Wet? No"}, pairs), tokenizer)
+    assert not looks_unwrapped(read({"prompt": "Wet?", "chosen": SINGLE, "rejected": SINGLE}, pairs), tokenizer)
 
 
 def test_alpaca_rows_are_conversations(tokenizer) -> None:
@@ -552,7 +558,7 @@ def test_prompts_and_answers_as_json_text(tokenizer) -> None:
     text = {"prompt": "Write a chat as JSON: ", "completion": json.dumps(SINGLE)}
     assert learnt(text, tokenizer, how)[1] == f"{text['completion']}<|im_end|>", "an answer may be JSON"
     assert asked({"prompt": json.dumps(MULTI[:3])}, tokenizer) == asked({"prompt": MULTI[:3]}, tokenizer)
-    assert not looks_unwrapped(Row({k: json.dumps(v) for k, v in pair.items()}, "x"), how, tokenizer)
+    assert not looks_unwrapped(read({k: json.dumps(v) for k, v in pair.items()}, how), tokenizer)
 
 
 def test_prompts_that_cannot_be_read_say_what_to_do(tokenizer) -> None:

@@ -1,0 +1,49 @@
+"""JSON that stands in a row: a whole line, or a text in a column, a message or a call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fsdp2kit.errors import UserError
+
+
+def load_json(text: str, where: str, name: str = "") -> Any:
+    """A text's JSON.
+
+    Args:
+        name: of the column that the text is in.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        UserError: it is JSON that no row may have.
+    """
+    its = f"{name} " if name else ""
+    dropped = "mend or drop that row"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise UserError(where, f"{its}is nested too deep", "give flatter rows") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python reads none that is longer
+        raise UserError(where, f"{its}holds an integer of more than 4300 digits", dropped) from None
+    try:
+        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        what = f"{its}holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"
+        raise UserError(where, what, dropped) from None
+    return value
+
+
+def parsed(value: Any, where: str, name: str) -> Any:
+    """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return load_json(value, where, name)
+    except json.JSONDecodeError as error:
+        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
+        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
+        raise UserError(where, what, todo) from None
