@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.weights.conversion import find_others, find_sources
+from fsdp2kit.weights.conversion import match_files
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.recorded_parts import RECORD
 from fsdp2kit.weights.stored import meta_of, open_safetensors, safetensors_files, usual_dtype, weights_digest
@@ -50,12 +50,12 @@ def read_parts(model: PreTrainedModel, directory: str | Path) -> Parts:
     directory = Path(directory)
     with open_safetensors(safetensors_files(directory)) as slices:
         metas = {name: meta_of(piece) for name, piece in slices.items()}
-    sources, _ = find_sources(model, metas)
+    match = match_files(model, metas)
     return Parts(
         directory,
-        {name: metas[name] for name in find_others(model, metas)},
-        {stored: metas[stored] for source in sources for stored, _ in source.stored},
-        {source.name: source.stored[0][0] for source in sources if source.converter is None},
+        {name: metas[name] for name in match.others},
+        {name: meta for entry in match.entries for name, meta in entry.sources.items()},
+        {next(iter(one.forms)): next(iter(one.sources)) for one in match.entries if one.convert is None},
     )
 
 

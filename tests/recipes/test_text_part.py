@@ -29,14 +29,15 @@ from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.text_part import text_config_of
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_name, is_of_adapter
-from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.conversion import match_files, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.transfer import MappingReader, transfer
 from tests.rl.helpers.runs import write_toml as write_rollouts
 from tests.support.cases import Case, run_cases
 from tests.support.models import VOCABULARY, beyond, full, plain_batches
-from tests.support.parts import load_class, look, stored, write_whole
+from tests.support.parts import load_class, look, read_all, stored, write_whole
 from tests.support.runs import assert_refused, run_recipe
 from tests.support.workers import WorkerPool
 from tools import dcp_to_hf as convert
@@ -314,11 +315,11 @@ def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> 
     tensors = {name: one for name, one in model.state_dict().items() if name not in find_ties(model)}
     back: dict[str, torch.Tensor] = {}
     for group in grouped_entries(model, {name: one.to("meta") for name, one in tensors.items()}):
-        sent = to_file_names(model, {name: tensors[name] for name in group.tensors})
+        sent = to_file_names(model, {name: tensors[name] for name in group.sources})
         assert sent.keys() <= stored(path).keys()
-        sources, unknown = find_sources(model, sent)
-        assert not unknown
-        back |= {name: value[...] for source in sources for name, value in source.tensors(model, sent)}
+        match = match_files(model, {name: one.to("meta") for name, one in sent.items()})
+        assert not match.unexpected
+        back |= transfer(match.entries, MappingReader(sent), read_all)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], one) for name, one in tensors.items())
 
