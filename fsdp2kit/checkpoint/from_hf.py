@@ -31,12 +31,11 @@ from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import load_whole, model_on_meta
 from fsdp2kit.model.hf_config import trained_config
 from fsdp2kit.weights import parts
-from fsdp2kit.weights.load import file_entries
+from fsdp2kit.weights.load import open_pretrained
 from fsdp2kit.weights.modules import cast_model
 from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.recorded_parts import RECORD as RECORD_OF_PARTS
-from fsdp2kit.weights.stored import open_safetensors, safetensors_files
-from fsdp2kit.weights.transfer import MappingReader, Reader, transfer
+from fsdp2kit.weights.transfer import Reader, transfer
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -67,10 +66,8 @@ def hf_to_dcp(source: str | Path, out: str | Path) -> str:
         RunFailure: `out` cannot be written.
     """
     model = model_of(source)
-    source = Path(source)
-    with open_safetensors(safetensors_files(source)) as slices:
-        sink = partial(write_weights, out=out, model=model, config_dir=source)
-        return transfer(file_entries(model, source, slices), MappingReader(slices), sink)
+    with open_pretrained(model, source) as (entries, reader):
+        return transfer(entries, reader, partial(write_weights, out=out, model=model, config_dir=source))
 
 
 def model_of(config_dir: str | Path) -> PreTrainedModel:

@@ -39,11 +39,11 @@ from fsdp2kit.model.config_file import dtype_of
 from fsdp2kit.weights.adapters import ADAPTER, base_name, merge_experts, merged_weight
 from fsdp2kit.weights.entries import entries
 from fsdp2kit.weights.experts import UP
-from fsdp2kit.weights.load import file_entries
+from fsdp2kit.weights.load import open_pretrained
 from fsdp2kit.weights.parts import find_parts, usual_dtype_of
 from fsdp2kit.weights.record import weights_of
-from fsdp2kit.weights.stored import open_safetensors, safetensors_files, weights_digest
-from fsdp2kit.weights.transfer import MappingReader, Reader, converted, forms_of
+from fsdp2kit.weights.stored import weights_digest
+from fsdp2kit.weights.transfer import Reader, converted, forms_of
 
 
 def merge_to_hf(
@@ -112,8 +112,8 @@ def plan_merge(
         dtype_from = f"in which {base_dir} has most weights"
     check_dtype(dtype)
     directory.check_replaceable(read=[base_dir, parts])
-    with open_safetensors(safetensors_files(base_dir)) as slices:
-        metas = forms_of(file_entries(model, base_dir, slices, allow_unexpected=True, grow=True))
+    with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):
+        metas = forms_of(found)
     tensors = {name: metas[name] for name in model.state_dict() if name in metas}
     return ExportPlan(
         checkpoint,
@@ -153,10 +153,11 @@ def _open_merged(
     keys = {key.removeprefix(MODEL_PREFIX): key for key in reader.stored_tensors() if key.startswith(MODEL_PREFIX)}
     adapted: Any = model_on_meta(config_dir)
     inject(adapted, read_adapter_config(config_dir, "--merge"))
-    with open_safetensors(safetensors_files(base_dir)) as slices:
-        found = file_entries(model, base_dir, slices, allow_unexpected=True, grow=True)
-        with converted(found, MappingReader(slices)) as base:
-            yield MergedTensors(adapted, base, StoredTensors(reader, keys), keys)
+    with (
+        open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, files),
+        converted(found, files) as base,
+    ):
+        yield MergedTensors(adapted, base, StoredTensors(reader, keys), keys)
 
 
 class MergedTensors(Reader):

@@ -55,66 +55,52 @@ def match_files(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> FileNam
     names = weights_of(model).names
     skeleton = build_skeleton(model)  # some conversions go by the class, which FSDP changes
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    owner = names.stored_model(model)
-    stored_names, converters, unknown = _stored_names(owner, stored)
-    copies = {}
-    # A tied parameter may be stored under either name, or both: the canonical name is the entry's.
-    for alias, name in find_ties(owner).items():
-        again = stored_names.pop(alias, None)
-        if again is not None and name not in stored_names:
-            stored_names[name] = again
-        elif again is not None and names.inner(name) is not None:
-            copies |= {key: stored_names[name][0][0] for key, _ in again}
-    found = []
-    for outer, pieces in stored_names.items():
-        inner = names.inner(outer)
-        if inner is None:
-            continue
-        sources = {key: stored[key] for key, _ in pieces}
-        first = next(iter(sources.values()))
-        pattern = pieces[0][1]
-        targets = {inner}
-        convert = None
-        if pattern is not None:
-            converter = converters[pattern]
-            # A converter's patterns are about a layer's tensors: their names may begin as those of a text part.
-            one, *more = converter.target_patterns
-            targets |= {inner.replace(one, other) for other in more} & shapes.keys()
-            convert = partial(_to_model, skeleton, converter, outer, pieces)
-        forms = {name: torch.empty(shapes[name], dtype=first.dtype, device="meta") for name in sorted(targets)}
-        found.append(WeightEntry(sources, forms, convert))
-    used = {*copies, *(key for entry in found for key in entry.sources)}
-    return FileNamesMatch(
-        found,
-        copies,
-        [key for key, name in unknown.items() if names.inner(name) is not None],
-        [key for key in stored if key not in used],
-    )
-
-
-def _stored_names(
-    model: PreTrainedModel, stored: Iterable[str]
-) -> tuple[dict[str, list[tuple[str, str | None]]], dict[str, WeightConverter], dict[str, str]]:
-    """Of a model of its own: name in it → stored names, each with the pattern of the converter that it matches, if it
-    is not only renamed; pattern → converter; stored names that it does not use, with the names they would have."""
-    skeleton = build_skeleton(model)
-    mapping = get_model_conversion_mapping(skeleton)
+    stored_model = names.stored_model(skeleton)
+    mapping = get_model_conversion_mapping(stored_model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    targets = skeleton.state_dict()
-    found: dict[str, list[tuple[str, str | None]]] = {}
-    unknown: dict[str, str] = {}
+    targets = stored_model.state_dict()
+    # Stored names of each tensor of the files' model, with the converter's pattern that each matches.
+    pieces: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected = []
     for key in sorted(stored, key=_natural):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        name, pattern = rename_source_key(key, renamings, converters, stored_model.base_model_prefix, targets)
         if name not in targets and key in targets:
             name = key
             pattern = None
         if name in targets:
-            found.setdefault(name, []).append((key, pattern))
-        else:
-            unknown[key] = name
-    return found, by_pattern, unknown
+            pieces.setdefault(name, []).append((key, pattern))
+        elif names.inner(name) is not None:
+            unexpected.append(key)
+    copies = {}
+    # A tied parameter may be stored under either name, or both: the entry has the canonical one.
+    for alias, name in find_ties(names.stored_model(model)).items():
+        again = pieces.pop(alias, None)
+        if again is not None and name not in pieces:
+            pieces[name] = again
+        elif again is not None and names.inner(name) is not None:
+            copies |= {key: pieces[name][0][0] for key, _ in again}
+    found = []
+    for outer, its_pieces in pieces.items():
+        inner = names.inner(outer)
+        if inner is None:
+            continue
+        sources = {key: stored[key] for key, _ in its_pieces}
+        (first, pattern), *_ = its_pieces
+        made = {inner}
+        convert = None
+        if pattern is not None:
+            converter = by_pattern[pattern]
+            # A converter's patterns are about a layer's tensors: their names may begin as those of a text part.
+            one, *more = converter.target_patterns
+            made |= {inner.replace(one, other) for other in more} & shapes.keys()
+            convert = partial(_to_model, skeleton, converter, outer, its_pieces)
+        dtype = stored[first].dtype
+        forms = {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in sorted(made)}
+        found.append(WeightEntry(sources, forms, convert))
+    used = {*copies, *(key for entry in found for key in entry.sources)}
+    return FileNamesMatch(found, copies, unexpected, [key for key in stored if key not in used])
 
 
 def _to_model(

@@ -6,8 +6,9 @@ gathered or sent (`shards`). `conversion` matches the files' names with the mode
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from fsdp2kit.weights.modules import base_tensors
 from fsdp2kit.weights.record import find_ties, source_of, weights_of
 from fsdp2kit.weights.shards import fill_shards, fill_vocabulary, grown_tensors, row_blocks, vocabulary_tensors
 from fsdp2kit.weights.stored import meta_of, open_safetensors, safetensors_files, some
-from fsdp2kit.weights.transfer import MappingReader, WeightEntry, forms_of, transfer
+from fsdp2kit.weights.transfer import MappingReader, Reader, WeightEntry, forms_of, transfer
 
 
 def load_pretrained(
@@ -52,33 +53,41 @@ def load_pretrained(
     directory = Path(directory)
     ties = find_ties(model)
     size = sum(local_part(shard).nbytes for name, (shard, *_) in base_tensors(model).items() if name not in ties)
-    paths = safetensors_files(directory)
-    with open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
-        found = file_entries(model, directory, slices, allow_unexpected=allow_unexpected)
-        transfer(found, MappingReader(slices), partial(fill_shards, model, advance=bar.advance))
+    with (
+        open_pretrained(model, directory, allow_unexpected=allow_unexpected) as (entries, reader),
+        progress_bar("reading weights", total=size) as bar,
+    ):
+        transfer(entries, reader, partial(fill_shards, model, advance=bar.advance))
     fill_adapter(model, seed=seed)
 
 
-def file_entries(
-    model: PreTrainedModel,
-    directory: Path,
-    slices: Mapping[str, Any],
-    *,
-    allow_unexpected: bool = False,
-    grow: bool = False,
-) -> list[WeightEntry]:
-    """What the model's tensors are made of, a tied one once; missing and unexpected ones are refused.
+@contextlib.contextmanager
+def open_pretrained(
+    model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False, grow: bool = False
+) -> Iterator[tuple[list[WeightEntry], Reader]]:
+    """What a model's tensors are made of, a tied one once, and a reader of that. Missing and unexpected ones are
+    refused.
 
     Args:
         model: on any device, sharded or not. With new tokens, forms of the embedding and the head have stored rows.
         directory: a Hugging Face directory.
-        slices: its safetensors slices by name.
         allow_unexpected: as for `load_pretrained`.
         grow: the model's embedding and head may have more rows than the files; these are the mean of the others.
 
     Raises:
         UserError: as for `load_pretrained`; a wrong shape of what is converted is an error when it is read.
     """
+    directory = Path(directory)
+    with open_safetensors(safetensors_files(directory)) as slices:
+        found = _entries(model, directory, slices, allow_unexpected=allow_unexpected)
+        stored, _ = grown_tensors(model)
+        ends = vocabulary_tensors(model) if grow else {}
+        yield [_checked(entry, directory, stored, ends) for entry in found], MappingReader(slices)
+
+
+def _entries(
+    model: PreTrainedModel, directory: Path, slices: Mapping[str, Any], *, allow_unexpected: bool
+) -> list[WeightEntry]:
     metas = {name: _meta(piece, where=f"{directory}: {name}") for name, piece in slices.items()}
     match = match_files(model, metas)
     names = base_tensors(model).keys()
@@ -96,9 +105,7 @@ def file_entries(
         raise UserError(str(directory), what, todo)
     for copy, first in match.copies.items():
         _check_same(slices, first, copy, where=str(directory))
-    stored, _ = grown_tensors(model)
-    ends = vocabulary_tensors(model) if grow else {}
-    return [_checked(entry, directory, stored, ends) for entry in match.entries]
+    return match.entries
 
 
 def _checked(
