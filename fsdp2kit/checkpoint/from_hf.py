@@ -92,7 +92,7 @@ def write_weights(
     config_dir = Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    beside = {RECORD_OF_PARTS: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
+    beside = {RECORD_OF_PARTS: parts.parts_record(config_dir)} if weights_of(model).names.whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)

@@ -100,7 +100,7 @@ class ExportPlan:
             return
         config = read_json_object(path)
         changed = config
-        is_part = self.model is not None and weights_of(self.model).whole is not None
+        is_part = self.model is not None and weights_of(self.model).names.whole is not None
         if dtype_of(config) != self.dtype:
             changed = with_dtype(config, self.dtype, is_whole=is_part)
         if self.model is not None and not is_part and not config.get("architectures"):

@@ -99,7 +99,7 @@ def _entries(
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
     unexpected = [name for name in match.unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     # A text part's layers that are not run would be copied as they are.
-    if unexpected and (not allow_unexpected or weights_of(model).whole is not None):
+    if unexpected and (not allow_unexpected or weights_of(model).names.whole is not None):
         what = f"{some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
         raise UserError(str(directory), what, todo)

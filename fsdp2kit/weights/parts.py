@@ -83,7 +83,7 @@ def find_parts(
     Raises:
         UserError: no directory holds the other parts' weights, or it holds another model's.
     """
-    if model is None or weights_of(model).whole is None:
+    if model is None or weights_of(model).names.whole is None:
         return None
     record = environment.get(RECORD, {})
     directory = other if any(other.glob("*.safetensors")) else Path(record.get("directory") or other)
@@ -99,7 +99,7 @@ def find_parts(
 def parts_bytes(model: Any) -> int:
     """Bytes of what an export carries over; 0 for a model that is no text part, and for adapters."""
     weights = weights_of(model)
-    if weights.whole is None or weights.adapter is not None:
+    if weights.names.whole is None or weights.adapter is not None:
         return 0
     if weights.source is None or weights.source.directory is None:
         return 0
@@ -108,6 +108,6 @@ def parts_bytes(model: Any) -> int:
 
 def usual_dtype_of(model: PreTrainedModel, directory: Path) -> str:
     """The dtype that most of a model's stored tensors have, by name; of a text part, the text's."""
-    if weights_of(model).whole is None:
+    if weights_of(model).names.whole is None:
         return usual_dtype(directory)
     return str(read_parts(model, directory).dtype).removeprefix("torch.")

@@ -103,6 +103,12 @@ def test_a_tied_weight_may_be_stored_under_either_name(stored_as: str, tmp_path:
     _assert_equal(_loaded(path), expected)
 
 
+def test_experts_are_stacked_by_their_numbers(tmp_path: Path) -> None:
+    """Expert 10 follows expert 9. As text its name follows that of expert 1."""
+    path = tiny_model_dir("qwen3_moe", tmp_path, num_experts=12)
+    _assert_equal(_loaded(path), _plain(path))
+
+
 def test_a_tied_weight_that_is_stored_twice_and_differs_is_refused(tmp_path: Path) -> None:
     """transformers unties them: one tensor would be another model."""
     path = tiny_model_dir("smollm2", tmp_path)
