@@ -88,6 +88,7 @@ def open_pretrained(
 def _entries(
     model: PreTrainedModel, directory: Path, slices: Mapping[str, Any], *, allow_unexpected: bool
 ) -> list[WeightEntry]:
+    """What `match_files` finds; missing and unexpected tensors are refused, and tied ones that are stored apart."""
     metas = {name: _meta(piece, where=f"{directory}: {name}") for name, piece in slices.items()}
     match = match_files(model, metas)
     names = base_tensors(model).keys()
