@@ -116,7 +116,7 @@ def _plan(
     if adapter is not None:
         found = adapter_entries(skeleton, tensors, DTYPES[dtype], one_by_one=bool(adapter.expert_leaves))
         return ExportPlan(None, directory, config_dir, dtype, {WEIGHTS_NAME: found}, is_adapter=True)
-    parts = source.directory if weights.whole is not None else None
+    parts = source.directory if weights.names.whole is not None else None
     files = into_files(entries(skeleton, tensors, DTYPES[dtype], parts=parts), max_shard_bytes)
     return ExportPlan(None, directory, config_dir, dtype, files, model=skeleton)
 

@@ -1,4 +1,7 @@
-"""From a Hugging Face directory to a checkpoint of its weights, a tensor at a time; and whether two give the same."""
+"""From a Hugging Face directory to a checkpoint of its weights, a tensor at a time; and whether two give the same.
+
+`write_weights` is the sink: a distributed checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,22 +31,23 @@ from fsdp2kit.model.assets import copy_assets
 from fsdp2kit.model.build import load_whole, model_on_meta
 from fsdp2kit.model.hf_config import trained_config
 from fsdp2kit.weights import parts
-from fsdp2kit.weights.load import StoredTensor, open_pretrained
+from fsdp2kit.weights.load import open_pretrained
 from fsdp2kit.weights.modules import cast_model
 from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.recorded_parts import RECORD as RECORD_OF_PARTS
+from fsdp2kit.weights.transfer import Reader, transfer
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
     """The default save planner, for tensors that are read when it is their turn to be written."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], advance: Callable[[int], object]) -> None:
+    def __init__(self, reader: Reader, advance: Callable[[int], object]) -> None:
         super().__init__()
-        self._stored = stored
+        self._reader = reader
         self._advance = advance
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor = self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
+        tensor = self._reader.read(write_item.index.fqn.removeprefix(MODEL_PREFIX))[...]
         self._advance(tensor.nbytes)
         return tensor
 
@@ -61,8 +66,8 @@ def hf_to_dcp(source: str | Path, out: str | Path) -> str:
         RunFailure: `out` cannot be written.
     """
     model = model_of(source)
-    with open_pretrained(model, source) as stored:
-        return write_weights(stored, out, model=model, config_dir=source)
+    with open_pretrained(model, source) as (entries, reader):
+        return transfer(entries, reader, partial(write_weights, out=out, model=model, config_dir=source))
 
 
 def model_of(config_dir: str | Path) -> PreTrainedModel:
@@ -74,33 +79,33 @@ def model_of(config_dir: str | Path) -> PreTrainedModel:
 
 
 def write_weights(
-    stored: Mapping[str, StoredTensor], out: str | Path, *, model: PreTrainedModel, config_dir: str | Path
+    forms: Mapping[str, Tensor], reader: Reader, *, out: str | Path, model: PreTrainedModel, config_dir: str | Path
 ) -> str:
     """Write tensors as a checkpoint, whole or not at all; a tensor in memory at once. Returns what `hf_to_dcp` does.
 
     Args:
-        stored: every tensor of the model by name, a tied one once.
+        forms: meta tensors by name, every tensor of the model, a tied one once.
+        reader: of these.
         config_dir: config, tokenizer, … are copied from here.
     """
     out = Path(out).absolute()
     config_dir = Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
-    beside = {RECORD_OF_PARTS: parts.parts_record(config_dir)} if weights_of(model).whole is not None else {}
+    beside = {RECORD_OF_PARTS: parts.parts_record(config_dir)} if weights_of(model).names.whole is not None else {}
     try:
         clear_beside(out, PARTIAL)  # of conversions that were cut short
         staging = make_beside(out, PARTIAL)
     except OSError as error:
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
-    placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     # Tensors that always stay in float32 do not tell the model's dtype.
     follows = weights_of(model).dtypes(torch.bfloat16)
-    dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
+    dtypes = [one.dtype for name, one in forms.items() if follows.get(name) == torch.bfloat16]
     try:
         mark(staging)
-        with progress_bar("converting", total=sum(one.nbytes for one in placeholders.values())) as bar:
-            planner = _ReadingPlanner(stored, bar.advance)
-            save_tensors({"model": placeholders}, staging, planner=planner, alone=True)
+        with progress_bar("converting", total=sum(one.nbytes for one in forms.values())) as bar:
+            planner = _ReadingPlanner(reader, bar.advance)
+            save_tensors({"model": dict(forms)}, staging, planner=planner, alone=True)
         (staging / "hf").mkdir()
         copy_assets(config_dir, staging / "hf")
         export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
@@ -120,7 +125,7 @@ def write_weights(
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    others = Counter(str(one.dtype).removeprefix("torch.") for one in stored.values() if one.dtype.is_floating_point)
+    others = Counter(str(one.dtype).removeprefix("torch.") for one in forms.values() if one.is_floating_point())
     del others[export_dtype]
     kept = "".join(f"; {count} tensors in {dtype}" for dtype, count in sorted(others.items()))
     return f"{export_dtype}, as its source has it{kept}"

@@ -42,12 +42,12 @@ from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.config_file import config_text, dtype_of, with_dtype
 from fsdp2kit.weights.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.weights.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
-from fsdp2kit.weights.entries import WeightEntry, adapter_entries, entries
+from fsdp2kit.weights.entries import adapter_entries, entries
 from fsdp2kit.weights.parts import find_parts
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
 from fsdp2kit.weights.stored import INDEX_NAME
-from fsdp2kit.weights.transfer import TensorReader, forms_of, transfer
+from fsdp2kit.weights.transfer import Reader, WeightEntry, forms_of, transfer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -70,7 +70,7 @@ class ExportPlan:
     """Without values; None for one that transformers does not know itself, and for an adapter."""
     is_adapter: bool = False
     """Whether an adapter is exported, without the model that it belongs to."""
-    reader: Callable[[], contextlib.AbstractContextManager[TensorReader]] | None = None
+    reader: Callable[[], contextlib.AbstractContextManager[Reader]] | None = None
     """Opens what the tensors are read from; None: a model in memory."""
     dtype_from: str = "as asked for"
     """Who chose `dtype`, as the end of a sentence that names it."""
@@ -100,7 +100,7 @@ class ExportPlan:
             return
         config = read_json_object(path)
         changed = config
-        is_part = self.model is not None and weights_of(self.model).whole is not None
+        is_part = self.model is not None and weights_of(self.model).names.whole is not None
         if dtype_of(config) != self.dtype:
             changed = with_dtype(config, self.dtype, is_whole=is_part)
         if self.model is not None and not is_part and not config.get("architectures"):

@@ -6,12 +6,11 @@ What is written is read a tensor at a time, from the checkpoint and from the saf
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,11 +39,11 @@ from fsdp2kit.model.config_file import dtype_of
 from fsdp2kit.weights.adapters import ADAPTER, base_name, merge_experts, merged_weight
 from fsdp2kit.weights.entries import entries
 from fsdp2kit.weights.experts import UP
-from fsdp2kit.weights.load import StoredTensor, open_pretrained
+from fsdp2kit.weights.load import open_pretrained
 from fsdp2kit.weights.parts import find_parts, usual_dtype_of
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.stored import weights_digest
-from fsdp2kit.weights.transfer import in_blocks
+from fsdp2kit.weights.transfer import Reader, converted, forms_of
 
 
 def merge_to_hf(
@@ -113,8 +112,8 @@ def plan_merge(
         dtype_from = f"in which {base_dir} has most weights"
     check_dtype(dtype)
     directory.check_replaceable(read=[base_dir, parts])
-    with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as stored:
-        metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
+    with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):
+        metas = forms_of(found)
     tensors = {name: metas[name] for name in model.state_dict() if name in metas}
     return ExportPlan(
         checkpoint,
@@ -154,12 +153,15 @@ def _open_merged(
     keys = {key.removeprefix(MODEL_PREFIX): key for key in reader.stored_tensors() if key.startswith(MODEL_PREFIX)}
     adapted: Any = model_on_meta(config_dir)
     inject(adapted, read_adapter_config(config_dir, "--merge"))
-    with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as base:
+    with (
+        open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, files),
+        converted(found, files) as base,
+    ):
         yield MergedTensors(adapted, base, StoredTensors(reader, keys), keys)
 
 
-class MergedTensors:
-    """The tensors of ``base`` by name, with an adapter merged into them; each is made when it is read.
+class MergedTensors(Reader):
+    """The tensors of ``base``, with an adapter merged into them; each is made when it is read.
 
     Args:
         model: with the adapter built into it, on meta: its layers know their scaling.
@@ -167,9 +169,7 @@ class MergedTensors:
         names: all of these.
     """
 
-    def __init__(
-        self, model: Any, base: Mapping[str, StoredTensor], adapter: StoredTensors, names: Collection[str]
-    ) -> None:
+    def __init__(self, model: Any, base: Reader, adapter: StoredTensors, names: Collection[str]) -> None:
         self._model = model
         self._base = base
         self._adapter = adapter
@@ -184,7 +184,7 @@ class MergedTensors:
         if name in self._copies:
             return self._adapter.read(self._copies[name])
         module, _, leaf = name.rpartition(".")
-        tensor = self._base[name].read()
+        tensor = self._base.read(name)[...]
         if module in self._experts:
             wrapper = f"{module}.base_layer" if leaf in UP else module
             if leaf.endswith("_bias"):
@@ -197,7 +197,3 @@ class MergedTensors:
             return tensor
         values = [self._adapter.read(key) for key in keys if key in self._trained]
         return merged_weight(tensor, self._model.get_submodule(module), *values)
-
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """Its elements in order, as flat tensors of at most 16 MiB."""
-        yield from in_blocks(self.read(name))

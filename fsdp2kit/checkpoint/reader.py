@@ -37,7 +37,7 @@ from fsdp2kit.files.local import open_regular
 from fsdp2kit.files.remote import file_names, fsspec_url, part_of_file
 from fsdp2kit.job.distributed import host_of, local_part
 from fsdp2kit.torch_compat import FsspecReader
-from fsdp2kit.weights.transfer import BLOCK_BYTES, in_blocks
+from fsdp2kit.weights.transfer import BLOCK_BYTES, Reader, in_blocks
 
 # Dataclasses and enums of these modules only hold data; nothing else that they define may be named by a pickle.
 DATA_MODULES = (
@@ -199,7 +199,7 @@ def open_checkpoint(checkpoint: Path, keys: Mapping[str, str]) -> Iterator[Store
     yield StoredTensors(SafeReader(checkpoint), keys)
 
 
-class StoredTensors:
+class StoredTensors(Reader):
     """Reads the tensors of the checkpoint that `reader` reads.
 
     Args:

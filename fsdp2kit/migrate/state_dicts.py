@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from fsdp2kit.checkpoint.from_hf import model_of, write_weights
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
-from fsdp2kit.weights.load import StoredTensor
 from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.transfer import MappingReader, Reader, WeightEntry, transfer
+
+_Value = TypeVar("_Value")
 
 # What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -48,26 +50,32 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
         RunFailure: `out` cannot be written.
     """
     source = Path(source)
-    stored = {_WRAPPERS.sub("", key): one for key, one in (_in_folder if source.is_dir() else _in_file)(source)}
+    forms, reader = (_in_folder if source.is_dir() else _in_file)(source)
+    stored = {_WRAPPERS.sub("", key): (key, form) for key, form in forms.items()}
     config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
     model = model_of(config_dir)
     stored = weights_of(model).names.inner_keys(stored, source=source, others_from=config_dir)
     tied = find_ties(model)
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     part = _part_of_model(source, stored, names)
-    keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)
-    weights = {name: part[key] for name, key in keys.items()}
-    return write_weights(weights, out, model=model, config_dir=config_dir)
+    keys = find_weights(source, {key: form.shape for key, (_, form) in part.items()}, names, tied=tied)
+    entries = []
+    for name, key in keys.items():
+        own, form = part[key]
+        entries.append(WeightEntry({own: form}, {name: form}))
+    return transfer(entries, reader, partial(write_weights, out=out, model=model, config_dir=config_dir))
 
 
-def _in_folder(source: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _in_folder(source: Path) -> tuple[dict[str, Tensor], Reader]:
+    """Meta tensors by key, and a reader of the tensors."""
     reader = SafeReader(source)
-    stored = StoredTensors(reader)
-    for key, one in reader.stored_tensors().items():
-        yield key, StoredTensor(one.size, one.properties.dtype, partial(stored.read, key))
+    stored = reader.stored_tensors().items()
+    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored}
+    return metas, StoredTensors(reader)
 
 
-def _in_file(source: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _in_file(source: Path) -> tuple[dict[str, Tensor], Reader]:
+    """As `_in_folder`."""
     todo = "save the model's state dict alone, with torch.save"
     try:
         content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
@@ -76,8 +84,14 @@ def _in_file(source: Path) -> Iterator[tuple[str, StoredTensor]]:
         raise UserError(str(source), f"cannot be read as a state dict of tensors ({reason})", todo) from error
     if not isinstance(content, Mapping):
         raise UserError(str(source), f"holds a {type(content).__name__} and no state dict", todo)
-    for key, tensor in _flat(content):
-        yield key, StoredTensor(tensor.shape, tensor.dtype, partial(Tensor.contiguous, tensor))
+    tensors = dict(_flat(content))
+    metas = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
+    return metas, _Contiguous(tensors)
+
+
+class _Contiguous(MappingReader):
+    def read(self, name: str) -> Tensor:
+        return super().read(name).contiguous()
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -89,9 +103,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Te
             yield f"{prefix}{key}", value
 
 
-def _part_of_model(
-    source: Path, stored: Mapping[str, StoredTensor], names: Mapping[str, object]
-) -> dict[str, StoredTensor]:
+def _part_of_model(source: Path, stored: Mapping[str, _Value], names: Mapping[str, object]) -> dict[str, _Value]:
     """The tensors under the prefix that fits most of the model's names (the shortest of several), without it."""
     if flat := next((key for key in stored if key.endswith("_flat_param")), None):
         what = f"holds {flat}, a rank's piece of many parameters at once"

@@ -197,7 +197,7 @@ def plan_parallel(
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             ignored_parameters=sum(p.numel() for p in ignored),
-            part_of=None if (whole := weights_of(model).whole) is None else type(whole.model).__name__,
+            part_of=None if (whole := weights_of(model).names.whole) is None else type(whole.model).__name__,
             note=beyond_positions(model.config, seq_len=config.data.seq_len),
             adapter=weights_of(model).adapter,
             model=config.model,

@@ -46,7 +46,7 @@ def refuse_model(
     """
     adapter = weights_of(model).adapter
     engine = config.engine_needs
-    whole = weights_of(model).whole
+    whole = weights_of(model).names.whole
     seq_len = config.data.seq_len
     if adapter is None:
         refuse_adapters_that_were_not_built(config)

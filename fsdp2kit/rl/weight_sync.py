@@ -54,8 +54,11 @@ def sync_weights(
     reshard_all(model)
     everything = not engine.takes_parts or None in gather_objects(engine.version)
     with agreement():
-        groups = [group for group in _plan(model, dtype) if everything or group.changes]
-        shards = _Shards.of([tensor for one in _weights_of(groups) for tensor in (one.tensor, *one.adapter)])
+        plan = _plan(model, dtype)
+        if not everything:
+            plan = {entry: weights for entry, weights in plan.items() if any(one.changes for one in weights)}
+        weights = [weight for weights in plan.values() for weight in weights]
+        shards = _Shards.of([tensor for one in weights for tensor in (one.tensor, *one.adapter)])
         engine.begin_update(version)
     problem: BaseException | None = None
     loaded = 0
@@ -71,7 +74,7 @@ def sync_weights(
                 problem = error
 
     with torch.no_grad():
-        _send(groups, shards, round(bucket_mib * 2**20), load)
+        _send(plan, shards, round(bucket_mib * 2**20), load)
     agree(problem)
     with agreement():
         engine.finish_update(version)
@@ -80,69 +83,33 @@ def sync_weights(
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """A tensor of the model as it is sent."""
+    """A tensor of the model's, and how it is sent."""
 
-    name: str
-    """Its name in a model without adapters."""
     tensor: Tensor
-    dtype: torch.dtype
+    form: Tensor
+    """A meta tensor like the whole one, in the dtype in which it is sent."""
     layer: Any = None
     """peft's layer, if an adapter is merged into the tensor."""
     adapter: tuple[Tensor, ...] = ()
     """Its parameters, as `merged_weight` takes them."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.tensor.numel() * self.dtype.itemsize
+    def changes(self) -> bool:
+        """Whether training changes it; a buffer may change."""
+        return bool(self.adapter) or self.tensor.requires_grad or not isinstance(self.tensor, nn.Parameter)
 
     def within(self, data: Tensor, offset: int) -> Tensor:
         """The whole tensor that begins at byte ``offset`` of ``data``."""
-        return data[offset : offset + self.nbytes].view(self.dtype).view(self.tensor.shape)
+        return data[offset : offset + self.form.nbytes].view(self.form.dtype).view(self.form.shape)
 
     def shard_bytes(self, ranks: int) -> int:
         """Bytes of the largest shard; a tensor that is not sharded has none."""
         is_gathered = ranks == 1 or isinstance(self.tensor, DTensor)
-        return largest_shard(self.tensor) * self.dtype.itemsize if is_gathered else 0
+        return largest_shard(self.tensor) * self.form.itemsize if is_gathered else 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """What the model has of an entry."""
-
-    weights: tuple[_Weight, ...]
-    entry: WeightEntry
-
-    @property
-    def changes(self) -> bool:
-        """Whether training changes any of it; a buffer may change."""
-        return any(
-            weight.adapter or weight.tensor.requires_grad or not isinstance(weight.tensor, nn.Parameter)
-            for weight in self.weights
-        )
-
-    def entries(self, data: Tensor, offsets: Sequence[int]) -> list[Entry]:
-        """Convert the tensors within ``data``, where they begin at ``offsets``."""
-        if self.entry.convert is None:
-            (weight,) = self.weights
-            (offset,) = offsets
-            return [Entry(next(iter(self.entry.forms)), tuple(weight.tensor.shape), weight.dtype, offset)]
-        found = {one.name: one.within(data, offset) for one, offset in zip(self.weights, offsets, strict=True)}
-        names, tensors = zip(*self.entry.convert(found).items(), strict=True)
-        views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
-        if all(views) and all(tensor.is_contiguous() for tensor in tensors):
-            places = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
-        else:  # conversion copied pieces: put them back into the bucket
-            tensors = [tensor.clone() if view else tensor for tensor, view in zip(tensors, views, strict=True)]
-            places, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in tensors), offsets[0])
-            for place, tensor in zip(places, tensors, strict=True):
-                data[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        return [Entry(name, *form, place) for name, form, place in zip(names, forms, places, strict=True)]
-
-
-def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
-    """All tensors of a model, in groups that transformers converts together; the same on every rank."""
+def _plan(model: Any, dtype: torch.dtype) -> dict[WeightEntry, list[_Weight]]:
+    """The entries of a model, each with its sources in memory; the same on every rank."""
     skeleton = build_skeleton(model)
     adapter = weights_of(model).adapter
     parameters = dict(model.named_parameters())
@@ -154,15 +121,14 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
             found[inner] = tensor
     ties = find_ties(model)
     tensors = {name: found[name] for name in skeleton.state_dict() if name not in ties}
-    groups = []
+    plan: dict[WeightEntry, list[_Weight]] = {}
     for entry in entries(skeleton, tensors, dtype):
-        weights = []
-        for name, meta in entry.tensors.items():
+        plan[entry] = []
+        for name, form in entry.sources.items():
             parts = _adapter_parts(name, adapter, parameters)
             layer = model.get_submodule(name.rpartition(".")[0]) if parts else None
-            weights.append(_Weight(name, tensors[name], meta.dtype, layer, parts))
-        groups.append(_Group(tuple(weights), entry))
-    return groups
+            plan[entry].append(_Weight(tensors[name], form, layer, parts))
+    return plan
 
 
 def _adapter_parts(name: str, adapter: Adapter | None, parameters: Mapping[str, nn.Parameter]) -> tuple[Tensor, ...]:
@@ -174,43 +140,64 @@ def _adapter_parts(name: str, adapter: Adapter | None, parameters: Mapping[str, 
     return tuple(parameters[key] for key in keys if key in parameters)
 
 
-def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]) -> None:
-    """Gather the groups bucket by bucket, and give each to ``load`` while the next is gathered."""
+def _send(
+    plan: Mapping[WeightEntry, Sequence[_Weight]], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]
+) -> None:
+    """Gather the entries bucket by bucket, and give each to ``load`` while the next is gathered."""
 
-    def size(group: _Group) -> int:  # bytes while it is gathered
-        return sum(max(one.nbytes, shards.ranks * one.shard_bytes(shards.ranks)) for one in group.weights)
+    def size(entry: WeightEntry) -> int:  # bytes while it is gathered
+        return sum(max(one.form.nbytes, shards.ranks * one.shard_bytes(shards.ranks)) for one in plan[entry])
 
-    batches = list(in_batches(groups, size, largest=bucket_bytes))
+    batches = list(in_batches([*plan], size, largest=bucket_bytes))
+    weights = [[weight for entry in batch for weight in plan[entry]] for batch in batches]
     sizes = [sum(map(size, batch)) for batch in batches]
     # A bucket that is gathered in order, or is too large, has its own memory, one at a time. The others share memory:
     # on a CPU, allocating it costs more than writing to it.
     alone = [
-        shards.ranks == 1 or len(_weights_of(batch)) == 1 or each > bucket_bytes
-        for batch, each in zip(batches, sizes, strict=True)
+        shards.ranks == 1 or len(within) == 1 or each > bucket_bytes
+        for within, each in zip(weights, sizes, strict=True)
     ]
     largest = max((each for each, by_itself in zip(sizes, alone, strict=True) if not by_itself), default=0)
     memory = [torch.empty(largest, dtype=torch.uint8, device=shards.device) for _ in range(2)]
 
     def begin(number: int) -> _BucketGather:
-        return _BucketGather(_weights_of(batches[number]), shards, None if alone[number] else memory)
+        return _BucketGather(weights[number], shards, None if alone[number] else memory)
 
     ahead: _BucketGather | None = None
     for number, batch in enumerate(batches):
-        bucket = _to_bucket(batch, ahead or begin(number))
+        bucket = _to_bucket(batch, weights[number], ahead or begin(number))
         ahead = begin(number + 1) if number + 1 < len(batches) and not all(alone[number : number + 2]) else None
         load(bucket)
         del bucket  # before the next one is put in order
 
 
-def _weights_of(batch: Sequence[_Group]) -> list[_Weight]:
-    return [weight for group in batch for weight in group.weights]
-
-
-def _to_bucket(batch: Sequence[_Group], gather: _BucketGather) -> Bucket:
+def _to_bucket(batch: Sequence[WeightEntry], weights: Sequence[_Weight], gather: _BucketGather) -> Bucket:
     data, offsets = gather.finish()
-    place = iter(offsets)
-    entries = [entry for group in batch for entry in group.entries(data, [next(place) for _ in group.weights])]
-    return Bucket(tuple(entries), data)
+    found = []
+    place = iter(zip(weights, offsets, strict=True))
+    for entry in batch:
+        found += _in_bucket(entry, [next(place) for _ in entry.sources], data)
+    return Bucket(tuple(found), data)
+
+
+def _in_bucket(entry: WeightEntry, places: Sequence[tuple[_Weight, int]], data: Tensor) -> list[Entry]:
+    """Convert the tensors within ``data``, where they begin at these offsets."""
+    if entry.convert is None:
+        ((name, form),) = entry.forms.items()
+        return [Entry(name, tuple(form.shape), form.dtype, places[0][1])]
+    sources = zip(entry.sources, places, strict=True)
+    converted = entry.convert({name: weight.within(data, offset) for name, (weight, offset) in sources})
+    names, tensors = zip(*converted.items(), strict=True)
+    views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
+    if all(views) and all(tensor.is_contiguous() for tensor in tensors):
+        offsets = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
+    else:  # conversion copied pieces: put them back into the bucket
+        tensors = [tensor.clone() if view else tensor for tensor, view in zip(tensors, views, strict=True)]
+        offsets, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in tensors), places[0][1])
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [Entry(name, *form, offset) for name, form, offset in zip(names, forms, offsets, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -290,7 +277,7 @@ class _BucketGather:
         self._device = shards.device
         self._parts = [shards.parts(weight.tensor) for weight in weights]
         self._sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
-        self._places, size = _layout(zip(self._sizes, (weight.dtype.itemsize for weight in weights), strict=True))
+        self._places, size = _layout(zip(self._sizes, (weight.form.dtype.itemsize for weight in weights), strict=True))
         adapters = iter(self._adapters(shards))
         self._gathered = self._take(0, shards.ranks * size).view(shards.ranks, size)
         mine = self._gathered[shards.rank]
@@ -302,8 +289,8 @@ class _BucketGather:
                 self._to_merge[weight] = parts
             if most:
                 local = _merged_shard(weight, parts) if parts else local_part(weight.tensor)
-                end = place + local.numel() * weight.dtype.itemsize
-                mine[place:end].view(weight.dtype).copy_(local.reshape(-1))
+                end = place + local.numel() * weight.form.dtype.itemsize
+                mine[place:end].view(weight.form.dtype).copy_(local.reshape(-1))
         self._work = _begin_gather(self._gathered, shards) if shards.ranks > 1 and size else []
 
     def _take(self, which: int, size: int) -> Tensor:
@@ -313,7 +300,11 @@ class _BucketGather:
 
     def _adapters(self, shards: _Shards) -> list[Tensor]:
         """The adapters' whole parameters: each rank needs all of a factor to merge its part."""
-        parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
+        parts = [
+            _Weight(part, torch.empty(part.shape, dtype=part.dtype, device="meta"))
+            for weight in self._weights
+            for part in weight.adapter
+        ]
         if not parts:
             return []
         data, offsets = _BucketGather(parts, shards).finish()
@@ -329,13 +320,13 @@ class _BucketGather:
         if self._ranks == 1 or (is_alone and self._parts[0] is None):
             # The shards are in order, and padding comes after them.
             return gathered.view(-1), self._places
-        offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
+        offsets, size = _layout((weight.form.nbytes, weight.form.dtype.itemsize) for weight in self._weights)
         data = self._take(1, size)
         pieces = zip(self._weights, self._parts, self._places, self._sizes, offsets, strict=True)
         for weight, parts_of_ranks, place, shard, offset in pieces:
             whole = weight.within(data, offset).view(-1)
             if parts_of_ranks is not None:
-                by_rank = gathered[:, place : place + shard].view(weight.dtype)
+                by_rank = gathered[:, place : place + shard].view(weight.form.dtype)
                 for part, sent in zip(parts_of_ranks, by_rank, strict=True):
                     target = whole.view(weight.tensor.shape)[part]
                     target.copy_(sent[: target.numel()].view(target.shape))
@@ -345,7 +336,7 @@ class _BucketGather:
                 local = _merged_shard(weight, parts) if parts else weight.tensor
                 whole.copy_(local.reshape(-1))
                 continue
-            shards = gathered[:, place : place + shard].view(weight.dtype)
+            shards = gathered[:, place : place + shard].view(weight.form.dtype)
             full, rest = divmod(len(whole), shards.shape[1])
             whole[: len(whole) - rest].view(full, -1).copy_(shards[:full])
             if rest:

@@ -73,24 +73,24 @@ def _factor_of(name: str, model: nn.Module) -> tuple[str, str, str] | None:
     return owner, up if match["wrapper"].endswith(".base_layer") else down, match["letter"]
 
 
-def from_adapter_files(model: PreTrainedModel, name: str, shape: torch.Size, files: Mapping[str, Any]) -> Tensor:
-    """The inverse of `adapter_files`: a factor of experts ``name`` from its file's tensors.
+def from_adapter_files(
+    model: PreTrainedModel, name: str, shape: torch.Size, files: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of `adapter_files`: a factor of experts ``name``, by this name, from its file's tensors.
 
     Args:
         model: as there.
         shape: of the factor.
-        files: what can be sliced, by name.
 
     Raises:
         UserError: gate and up have factors A of their own.
     """
     places = adapter_files(model, {name: torch.arange(shape.numel()).view(shape)})
-    values = {file: files[file][...] for file in places}
-    factor = torch.empty(shape, dtype=next(iter(values.values())).dtype)
+    factor = torch.empty(shape, dtype=next(iter(files.values())).dtype)
     for file, place in places.items():
-        factor.view(-1)[place.reshape(-1)] = values[file].reshape(-1)
+        factor.view(-1)[place.reshape(-1)] = files[file].reshape(-1)
     for file, part in adapter_files(model, {name: factor}).items():
-        if not torch.equal(part, values[file]):
+        if not torch.equal(part, files[file]):
             what = f"{file}: gate and up of an expert have factors A of their own, and share one here"
             raise UserError("model.adapter", what, "merge that adapter into its model, and train another one")
-    return factor
+    return {name: factor}

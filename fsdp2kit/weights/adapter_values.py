@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from fsdp2kit.weights.adapters import ADAPTER, WEIGHTS_NAME, adapter_file_name, 
 from fsdp2kit.weights.modules import PackedModule, base_module, build_skeleton
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.seeds import seed_by_name, unset
-from fsdp2kit.weights.shards import copy_part
+from fsdp2kit.weights.shards import copy_part, copy_parts
 from fsdp2kit.weights.stored import open_safetensors, some
+from fsdp2kit.weights.transfer import MappingReader, WeightEntry, transfer
 
 
 @torch.no_grad()
@@ -66,35 +68,29 @@ def _row_lengths(layer: Any) -> Tensor:
 def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place."""
     # By name, not by `requires_grad`: a frozen copy of the model has adapters, too.
-    targets = {name: tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
+    targets = {name: tensor.detach() for name, tensor in model.named_parameters() if is_of_adapter(name)}
     skeleton = build_skeleton(model)
     path = Path(directory) / WEIGHTS_NAME
     todo = "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {WEIGHTS_NAME}", todo)
     with open_safetensors([path]) as slices:
-        # Factors of experts are all in one tensor, as peft writes them, or in one each.
-        files = {name: _adapter_files(skeleton, name, target, slices) for name, target in targets.items()}
-        wanted = {file: shape for shapes in files.values() for file, shape in shapes.items()}
+        found = [_entry(skeleton, name, target, slices) for name, target in targets.items()]
+        wanted = {file: meta for entry in found for file, meta in entry.sources.items()}
         for where, names in (("the model", wanted.keys() - slices), ("the adapter", slices.keys() - wanted)):
             if names:
                 raise UserError("model.adapter", f"{some(sorted(names))} only in {where} ({path})", todo)
         for file, expected in wanted.items():
-            if (shape := slices[file].get_shape()) != list(expected):
-                what = f"{path}: {file} has shape {shape}, and the model wants {list(expected)}"
+            if (shape := slices[file].get_shape()) != list(expected.shape):
+                what = f"{path}: {file} has shape {shape}, and the model wants {list(expected.shape)}"
                 raise UserError("model.adapter", what, todo)
-        for name, target in targets.items():
-            stored = slices.get(adapter_file_name(name, weights_of(model).names))
-            if stored is None:
-                stored = from_adapter_files(skeleton, name, target.shape, slices)
-            copy_part(target.detach(), stored)
+        transfer(found, MappingReader(slices), partial(copy_parts, targets))
 
 
-def _adapter_files(
-    skeleton: PreTrainedModel, name: str, target: Tensor, stored: Collection[str]
-) -> dict[str, torch.Size]:
-    """The tensors of an adapter's file that hold one of the model's, by name, with their shapes."""
+def _entry(skeleton: PreTrainedModel, name: str, target: Tensor, stored: Collection[str]) -> WeightEntry:
+    """From an adapter's file to one of the model's tensors. Factors of experts are all in one, as peft writes them, or
+    in one each."""
+    form = {name: torch.empty(target.shape, device="meta")}
     if (file := adapter_file_name(name, weights_of(skeleton).names)) in stored:
-        return {file: target.shape}
-    tensors = {name: torch.empty(target.shape, device="meta")}
-    return {file: part.shape for file, part in adapter_files(skeleton, tensors).items()}
+        return WeightEntry({file: form[name]}, form)
+    return WeightEntry(adapter_files(skeleton, form), form, partial(from_adapter_files, skeleton, name, target.shape))

@@ -8,12 +8,12 @@ group, so that no whole model need be in memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,111 +26,104 @@ from transformers.core_model_loading import (
 
 from fsdp2kit.weights.modules import build_skeleton
 from fsdp2kit.weights.record import find_ties, weights_of
-from fsdp2kit.weights.whole import OWN_NAMES, FileNames
+from fsdp2kit.weights.transfer import WeightEntry
 
 
-@dataclass
-class TensorSource:
-    """The stored tensors that make one tensor of a model; or several, where a stored tensor is split."""
+@dataclass(frozen=True, eq=False)
+class FileNamesMatch:
+    """How a model's files and the model fit; see `match_files`."""
 
-    name: str
-    """The name of the model's tensor; the first of several."""
-    converter: WeightConverter | None
-    """transformers' recipe; None where a tensor is at most renamed."""
-    stored: list[tuple[str, str]] = field(default_factory=list)
-    """Stored name, and the pattern of the converter that it matches."""
-    copies: list[str] = field(default_factory=list)
-    """Stored names of a tied tensor's second copy."""
-    names: FileNames = OWN_NAMES
-    """Of the files, by which the recipe names its tensors."""
-
-    def targets(self, names: Iterable[str]) -> set[str]:
-        """Those of the model's ``names`` that this makes."""
-        if self.converter is None or len(self.converter.target_patterns) == 1:
-            return {self.name}
-        # A converter's patterns are about a layer's tensors, so that their names may begin as those of a text part.
-        first, *_ = patterns = self.converter.target_patterns
-        return {self.name, *({self.name.replace(first, pattern) for pattern in patterns} & set(names))}
-
-    def tensors(self, model: PreTrainedModel, slices: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Name in the model and value of each target: something sliceable with a shape, read when it is sliced.
-
-        Args:
-            slices: safetensors slices by stored name.
-        """
-        if self.converter is None:
-            yield self.name, slices[self.stored[0][0]]
-            return
-        converter = copy.deepcopy(self.converter)
-        name = str(self.names.outer(self.name))
-        model = self.names.stored_model(model)
-        for stored, pattern in self.stored:
-            read: Any = partial(getitem, slices[stored], ...)
-            converter.add_tensor(name, stored, pattern, read)
-        for target, tensor in converter.convert(name, model=model, config=model.config).items():
-            yield str(self.names.inner(target)), tensor[0] if isinstance(tensor, list) else tensor
+    entries: list[WeightEntry]
+    """From the files to the model, a tied tensor once."""
+    copies: dict[str, str]
+    """Stored name of a tied tensor's second copy → that of the first."""
+    unexpected: list[str]
+    """Stored names that the model does not use, but for those of the parts beside a text part."""
+    others: list[str]
+    """Stored names of all that is not the model's, of these parts and of layers that it lacks, as they are sorted in
+    the files. A second copy is the model's: it would not follow the first."""
 
 
-def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[TensorSource], list[str]]:
-    """What each of the model's tensors is made of, a tied one once; and the stored names that the model does not use.
-
-    The tensors of the other parts, in the files of a text part's whole, are neither.
+def match_files(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> FileNamesMatch:
+    """What each of the model's tensors is made of.
 
     Args:
         model: on any device, sharded or not.
-        stored: all names in its files.
+        stored: all tensors of its files by name, or meta tensors like them. A form in the model has the dtype in the
+            files.
     """
     names = weights_of(model).names
-    found, unexpected = _find_sources(names.stored_model(model), stored)
-    for source in found:
-        source.name = names.inner(source.name) or ""
-        source.names = names
-    left = [key for key, name in unexpected.items() if names.inner(name) is not None]
-    return [source for source in found if source.name], left
-
-
-def find_others(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
-    """The names in the files of a text part's whole of all that is not the text part's; a layer it lacks included.
-
-    A tied tensor's second copy is the text part's: it would not follow the first.
-    """
-    names = weights_of(model).names
-    stored = list(stored)
-    of_text = [source for source in _find_sources(names.stored_model(model), stored)[0] if names.inner(source.name)]
-    used = {key for source in of_text for key in (*(key for key, _ in source.stored), *source.copies)}
-    return [key for key in stored if key not in used]
-
-
-def _find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[TensorSource], dict[str, str]]:
-    """As `find_sources`, of a model of its own; and the stored names that it does not use, with the names that they
-    would have in it."""
-    skeleton = build_skeleton(model)  # some entries go by the class, which FSDP changes
-    mapping = get_model_conversion_mapping(skeleton)
+    skeleton = build_skeleton(model)  # some conversions go by the class, which FSDP changes
+    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    stored_model = names.stored_model(skeleton)
+    mapping = get_model_conversion_mapping(stored_model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    targets = skeleton.state_dict()
-    found: dict[str, TensorSource] = {}
-    unexpected: dict[str, str] = {}
+    targets = stored_model.state_dict()
+    # Stored names of each tensor of the files' model, with the converter's pattern that each matches.
+    pieces: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected = []
     for key in sorted(stored, key=_natural):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        name, pattern = rename_source_key(key, renamings, converters, stored_model.base_model_prefix, targets)
         if name not in targets and key in targets:
             name = key
             pattern = None
-        if name not in targets:
-            unexpected[key] = name
+        if name in targets:
+            pieces.setdefault(name, []).append((key, pattern))
+        elif names.inner(name) is not None:
+            unexpected.append(key)
+    copies = {}
+    # A tied parameter may be stored under either name, or both: the entry has the canonical one.
+    for alias, name in find_ties(names.stored_model(model)).items():
+        again = pieces.pop(alias, None)
+        if again is not None and name not in pieces:
+            pieces[name] = again
+        elif again is not None and names.inner(name) is not None:
+            copies |= {key: pieces[name][0][0] for key, _ in again}
+    found = []
+    for outer, its_pieces in pieces.items():
+        inner = names.inner(outer)
+        if inner is None:
             continue
-        source = found.setdefault(name, TensorSource(name, None if pattern is None else by_pattern[pattern]))
-        source.stored.append((key, pattern or key))
-    # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
-    for alias, name in find_ties(model).items():
-        source = found.pop(alias, None)
-        if source is not None and name not in found:
-            source.name = name
-            found[name] = source
-        elif source is not None:
-            found[name].copies += [key for key, _ in source.stored]
-    return list(found.values()), unexpected
+        sources = {key: stored[key] for key, _ in its_pieces}
+        (first, pattern), *_ = its_pieces
+        made = {inner}
+        convert = None
+        if pattern is not None:
+            converter = by_pattern[pattern]
+            # A converter's patterns are about a layer's tensors: their names may begin as those of a text part.
+            one, *more = converter.target_patterns
+            made |= {inner.replace(one, other) for other in more} & shapes.keys()
+            convert = partial(_to_model, skeleton, converter, outer, its_pieces)
+        dtype = stored[first].dtype
+        forms = {name: torch.empty(shapes[name], dtype=dtype, device="meta") for name in sorted(made)}
+        found.append(WeightEntry(sources, forms, convert))
+    used = {*copies, *(key for entry in found for key in entry.sources)}
+    return FileNamesMatch(found, copies, unexpected, [key for key in stored if key not in used])
+
+
+def _to_model(
+    model: PreTrainedModel,
+    converter: WeightConverter,
+    name: str,
+    pieces: Iterable[tuple[str, str | None]],
+    tensors: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Convert the stored ``tensors`` that make one tensor of a model, or several; the dict is empty afterwards.
+
+    Args:
+        name: of the first of them in the model of the files.
+        pieces: stored names, each with the pattern of the converter that it matches.
+    """
+    converter = copy.deepcopy(converter)
+    names = weights_of(model).names
+    stored_model: Any = names.stored_model(model)
+    add: Any = converter.add_tensor  # typed for loading, where tensors are futures
+    for key, pattern in pieces:
+        add(name, key, pattern or key, tensors.pop(key))
+    found: Any = converter.convert(name, model=stored_model, config=stored_model.config)
+    return {str(names.inner(one)): value[0] if isinstance(value, list) else value for one, value in found.items()}
 
 
 def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

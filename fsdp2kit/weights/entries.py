@@ -6,8 +6,8 @@ engines go by the same list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,27 +21,8 @@ from fsdp2kit.weights.adapters import adapter_file_name
 from fsdp2kit.weights.conversion import to_file_names
 from fsdp2kit.weights.parts import Parts, read_parts
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.transfer import WeightEntry
 from fsdp2kit.weights.whole import OWN_NAMES
-
-
-@dataclass(frozen=True, eq=False)
-class WeightEntry:
-    """Tensors of a model that files store together: one, or those that transformers stores in other pieces."""
-
-    tensors: dict[str, Tensor]
-    """Name in the model → a meta tensor like it, in the dtype in which it is written."""
-    forms: dict[str, Tensor]
-    """Name in the files → a meta tensor like what is written there."""
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
-    """From tensors by their names in the model to what the files hold; None: there is one tensor, and nothing but its
-    name and dtype may change."""
-    directory: Path | None = None
-    """The Hugging Face directory from which the tensor is copied under its name there; None: it is the model's."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the files."""
-        return sum(form.nbytes for form in self.forms.values())
 
 
 def entries(
@@ -136,7 +117,7 @@ def _converted(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> Wei
 def _as_stored(entry: WeightEntry, beside: Parts, dtype: torch.dtype) -> WeightEntry:
     """An entry of a text part under the names of the whole's files, and in their dtypes unless another than the usual
     one is asked for."""
-    own = next(iter(entry.tensors))
+    own = next(iter(entry.sources))
     if entry.convert is None and own in beside.names:
         entry = replace(entry, forms={beside.names[own]: next(iter(entry.forms.values()))})
     if strange := sorted(entry.forms.keys() - beside.text.keys()):

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit.job.distributed import sharded_like
-from fsdp2kit.weights.entries import WeightEntry
-from fsdp2kit.weights.transfer import in_blocks
+from fsdp2kit.weights.transfer import Reader, WeightEntry
 
 
 def gather(
@@ -34,7 +33,7 @@ def gather(
                 dtypes = {form.dtype for form in entries[number].forms.values()}
                 # The writer casts to float16, since it looks whether that holds all values.
                 dtype = dtypes.pop() if len(dtypes) == 1 and torch.float16 not in dtypes else None
-                whole = {name: _whole(tensors[name], dtype) for name in entries[number].tensors}
+                whole = {name: _whole(tensors[name], dtype) for name in entries[number].sources}
                 if file == mine and problem is None:
                     try:
                         kept = {name: tensor.cpu() for name, tensor in whole.items()}
@@ -56,7 +55,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
 
 
-class GatheredTensors:
+class GatheredTensors(Reader):
     """The tensors of a file, read in the order of its entries.
 
     Args:
@@ -68,11 +67,7 @@ class GatheredTensors:
         self._held: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """A whole tensor; only once."""
         if name not in self._held:
             self._held = next(self._groups)
         return self._held.pop(name)
-
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """Its elements in order, as flat tensors of at most 16 MiB."""
-        yield from in_blocks(self.read(name))

@@ -1,15 +1,15 @@
 """A sharded model's values, streamed out of safetensors.
 
 Every rank reads only the rows of its shards, through the files' memory maps, straight into the shards: nothing is
-gathered or sent (`shards`). `conversion` says which stored tensors make a tensor of the model.
+gathered or sent (`shards`). `conversion` matches the files' names with the model's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.weights.adapter_values import fill_adapter
-from fsdp2kit.weights.conversion import TensorSource, find_sources
-from fsdp2kit.weights.modules import base_tensors, build_skeleton, packed_weights
+from fsdp2kit.weights.conversion import match_files
+from fsdp2kit.weights.modules import base_tensors
 from fsdp2kit.weights.record import find_ties, source_of, weights_of
-from fsdp2kit.weights.shards import copy_part, fill_vocabulary, grown_tensors, row_blocks, vocabulary_tensors
-from fsdp2kit.weights.stored import open_safetensors, safetensors_files, some
+from fsdp2kit.weights.shards import fill_shards, fill_vocabulary, grown_tensors, row_blocks, vocabulary_tensors
+from fsdp2kit.weights.stored import meta_of, open_safetensors, safetensors_files, some
+from fsdp2kit.weights.transfer import MappingReader, Reader, WeightEntry, forms_of, transfer
 
 
 def load_pretrained(
@@ -50,104 +51,106 @@ def load_pretrained(
     if directory is None and (directory := source_of(model).directory) is None:
         raise UserError("load_pretrained", "the model comes from a config alone", "give a directory, or initialize it")
     directory = Path(directory)
-    targets = base_tensors(model)  # they share storage with the parameters and buffers
-    quantized = packed_weights(model)
-    skeleton = build_skeleton(model)  # conversions look names up in it
-    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    grown, new = grown_tensors(model)
-    size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - find_ties(model).keys())
-    paths = safetensors_files(directory)
-    with open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
-        for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
-            for name, value in source.tensors(skeleton, slices):
-                where = f"{directory}: {source.name}"
-                stored = grown.get(name)
-                _check_shape(value, shapes[name] if stored is None else stored, where=where)
-                try:
-                    for target in targets[name]:
-                        if name in quantized:
-                            quantized[name](value)
-                        elif stored is None:
-                            copy_part(target, value)
-                        else:
-                            fill_vocabulary(target, row_blocks(value, stored), new_tokens=new)
-                except SafetensorError as error:
-                    raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
-                bar.advance(local_part(targets[name][0]).nbytes)
+    ties = find_ties(model)
+    size = sum(local_part(shard).nbytes for name, (shard, *_) in base_tensors(model).items() if name not in ties)
+    with (
+        open_pretrained(model, directory, allow_unexpected=allow_unexpected) as (entries, reader),
+        progress_bar("reading weights", total=size) as bar,
+    ):
+        transfer(entries, reader, partial(fill_shards, model, advance=bar.advance))
     fill_adapter(model, seed=seed)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the model that is stored in a Hugging Face directory, not yet read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
 
 
 @contextlib.contextmanager
 def open_pretrained(
     model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False, grow: bool = False
-) -> Iterator[dict[str, StoredTensor]]:
-    """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while the context is open.
+) -> Iterator[tuple[list[WeightEntry], Reader]]:
+    """What a model's tensors are made of, a tied one once, and a reader of that. Missing and unexpected ones are
+    refused.
 
     Args:
-        model: may be on meta.
+        model: on any device, sharded or not. With new tokens, forms of the embedding and the head have stored rows.
+        directory: a Hugging Face directory.
         allow_unexpected: as for `load_pretrained`.
         grow: the model's embedding and head may have more rows than the files; these are the mean of the others.
+
+    Raises:
+        UserError: as for `load_pretrained`; a wrong shape of what is converted is an error when it is read.
     """
     directory = Path(directory)
-    ends = vocabulary_tensors(model)
     with open_safetensors(safetensors_files(directory)) as slices:
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        found = {}
-
-        def read(source: TensorSource, name: str) -> Tensor:
-            tensor = dict(source.tensors(model, slices))[name][...]
-            if grow and name in ends and len(tensor) < (rows := shapes[name][0]):
-                grown = tensor.new_empty(rows, *tensor.shape[1:])
-                fill_vocabulary(grown, [tensor], new_tokens=range(len(tensor), rows))
-                tensor = grown
-            _check_shape(tensor, shapes[name], where=f"{directory}: {name}")
-            return tensor
-
-        for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
-            piece = slices[source.stored[0][0]]
-            dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
-            for name in sorted(source.targets(shapes)):
-                found[name] = StoredTensor(shapes[name], dtype, partial(read, source, name))
-        yield found
+        found = _entries(model, directory, slices, allow_unexpected=allow_unexpected)
+        stored, _ = grown_tensors(model)
+        ends = vocabulary_tensors(model) if grow else {}
+        yield [_checked(entry, directory, stored, ends) for entry in found], MappingReader(slices)
 
 
-def _checked_sources(
-    model: PreTrainedModel, directory: Path, stored: Mapping[str, Any], *, allow_unexpected: bool
-) -> list[TensorSource]:
-    """What `find_sources` gives; missing and unexpected tensors are refused, and tied ones that are stored apart.
-
-    Args:
-        stored: safetensors slices by name.
-    """
-    sources, unexpected = find_sources(model, stored)
-    targets = base_tensors(model).keys()
-    missing = targets - find_ties(model).keys()
-    for source in sources:
-        missing -= source.targets(targets)
+def _entries(
+    model: PreTrainedModel, directory: Path, slices: Mapping[str, Any], *, allow_unexpected: bool
+) -> list[WeightEntry]:
+    """What `match_files` finds; missing and unexpected tensors are refused, and tied ones that are stored apart."""
+    metas = {name: _meta(piece, where=f"{directory}: {name}") for name, piece in slices.items()}
+    match = match_files(model, metas)
+    names = base_tensors(model).keys()
+    missing = names - find_ties(model).keys() - forms_of(match.entries).keys()
     kind = type(model).__name__
     if missing:
         what = f"{some(sorted(missing))} not in its safetensors"
         raise UserError(str(directory), what, f"is it a checkpoint of {kind}, and whole?")
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
-    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    unexpected = [name for name in match.unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     # A text part's layers that are not run would be copied as they are.
-    if unexpected and (not allow_unexpected or weights_of(model).whole is not None):
+    if unexpected and (not allow_unexpected or weights_of(model).names.whole is not None):
         what = f"{some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
         raise UserError(str(directory), what, todo)
-    for source in sources:
-        for copy in source.copies:
-            _check_same(stored, source.stored[0][0], copy, where=str(directory))
-    return sources
+    for copy, first in match.copies.items():
+        _check_same(slices, first, copy, where=str(directory))
+    return match.entries
+
+
+def _checked(
+    entry: WeightEntry, directory: Path, stored: Mapping[str, torch.Size], ends: Collection[str]
+) -> WeightEntry:
+    """The entry with its shapes compared, of a conversion when it is done.
+
+    Args:
+        stored: shapes of the embedding's and the head's tensors in the files, by name, where the model has new tokens.
+        ends: tensors that may be shorter than the model's: they are completed.
+    """
+    if entry.convert is not None:
+        return replace(entry, convert=partial(_convert_checked, entry, directory))
+    ((name, form),) = entry.forms.items()
+    source = next(iter(entry.sources.values()))
+    if name in ends and source.ndim and len(source) < len(form):
+        return replace(entry, convert=partial(_complete, name, form))
+    if name in stored:
+        form = form.new_empty(stored[name])
+    _check_shape(source, form, where=f"{directory}: {name}")
+    return replace(entry, forms={name: form})
+
+
+def _convert_checked(entry: WeightEntry, directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    assert entry.convert is not None
+    found = entry.convert(tensors)
+    for name, form in entry.forms.items():
+        _check_shape(found[name], form, where=f"{directory}: {name}")
+    return found
+
+
+def _complete(name: str, form: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tensor with as many rows as ``form``; those that are not stored are the mean of the others."""
+    (tensor,) = tensors.values()
+    grown = tensor.new_empty(form.shape)
+    fill_vocabulary(grown, [tensor], new_tokens=range(len(tensor), len(form)))
+    return {name: grown}
+
+
+def _meta(piece: Any, *, where: str) -> Tensor:
+    try:
+        return meta_of(piece)
+    except SafetensorError as error:
+        raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
 
 
 def _check_same(stored: Mapping[str, Any], one: str, other: str, *, where: str) -> None:
@@ -160,9 +163,7 @@ def _check_same(stored: Mapping[str, Any], one: str, other: str, *, where: str) 
         raise UserError(where, what, todo)
 
 
-def _check_shape(stored: Any, wanted: torch.Size, *, where: str) -> None:
-    """`stored` is a tensor or a safetensors slice."""
-    shape = list(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
-    if shape != list(wanted):
-        what = f"stored with shape {shape}, but the model wants {list(wanted)}"
+def _check_shape(stored: Tensor, wanted: Tensor, *, where: str) -> None:
+    if stored.shape != wanted.shape:
+        what = f"stored with shape {list(stored.shape)}, but the model wants {list(wanted.shape)}"
         raise UserError(where, what, "check model.config overrides against the model's config.json")

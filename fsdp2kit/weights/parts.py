@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.weights.conversion import find_others, find_sources
+from fsdp2kit.weights.conversion import match_files
 from fsdp2kit.weights.record import weights_of
 from fsdp2kit.weights.recorded_parts import RECORD
 from fsdp2kit.weights.stored import meta_of, open_safetensors, safetensors_files, usual_dtype, weights_digest
@@ -50,12 +50,12 @@ def read_parts(model: PreTrainedModel, directory: str | Path) -> Parts:
     directory = Path(directory)
     with open_safetensors(safetensors_files(directory)) as slices:
         metas = {name: meta_of(piece) for name, piece in slices.items()}
-    sources, _ = find_sources(model, metas)
+    match = match_files(model, metas)
     return Parts(
         directory,
-        {name: metas[name] for name in find_others(model, metas)},
-        {stored: metas[stored] for source in sources for stored, _ in source.stored},
-        {source.name: source.stored[0][0] for source in sources if source.converter is None},
+        {name: metas[name] for name in match.others},
+        {name: meta for entry in match.entries for name, meta in entry.sources.items()},
+        {next(iter(one.forms)): next(iter(one.sources)) for one in match.entries if one.convert is None},
     )
 
 
@@ -83,7 +83,7 @@ def find_parts(
     Raises:
         UserError: no directory holds the other parts' weights, or it holds another model's.
     """
-    if model is None or weights_of(model).whole is None:
+    if model is None or weights_of(model).names.whole is None:
         return None
     record = environment.get(RECORD, {})
     directory = other if any(other.glob("*.safetensors")) else Path(record.get("directory") or other)
@@ -99,7 +99,7 @@ def find_parts(
 def parts_bytes(model: Any) -> int:
     """Bytes of what an export carries over; 0 for a model that is no text part, and for adapters."""
     weights = weights_of(model)
-    if weights.whole is None or weights.adapter is not None:
+    if weights.names.whole is None or weights.adapter is not None:
         return 0
     if weights.source is None or weights.source.directory is None:
         return 0
@@ -108,6 +108,6 @@ def parts_bytes(model: Any) -> int:
 
 def usual_dtype_of(model: PreTrainedModel, directory: Path) -> str:
     """The dtype that most of a model's stored tensors have, by name; of a text part, the text's."""
-    if weights_of(model).whole is None:
+    if weights_of(model).names.whole is None:
         return usual_dtype(directory)
     return str(read_parts(model, directory).dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fsdp2kit.weights.adapters import Adapter, base_name
-from fsdp2kit.weights.whole import OWN_NAMES, FileNames, Whole
+from fsdp2kit.weights.whole import OWN_NAMES, FileNames
 
 _ATTRIBUTE = "_fsdp2kit_weights"
 
@@ -77,18 +77,13 @@ class Weights:
     source: ModelSource | None = None
     """Where the model comes from; None for one that `build_model` did not make."""
     names: FileNames = OWN_NAMES
-    """How the files name what the model has; a `Whole` for a text part."""
+    """How the files name what the model has; and, of a text part, what it is a part of."""
     adapter: Adapter | None = None
     """The adapters that were built into it; None where there are none."""
     asleep: dict[str, Any] = field(default_factory=dict)
     """What is on the host and not on the device, by tag; see `fsdp2kit.rl.sleep`."""
     asked_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = field(default_factory=dict)
     """What `dtypes` found."""
-
-    @property
-    def whole(self) -> Whole | None:
-        """What the model is the text part of; None for a model of its own."""
-        return self.names if isinstance(self.names, Whole) else None
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype that ``from_pretrained(dtype=dtype)`` gives each floating-point parameter and persistent buffer.

@@ -6,7 +6,7 @@ safetensors' own `save_file` wants all tensors of a file at once and copies thei
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.remote import drop_cache, flush_to_disk
+from fsdp2kit.weights.transfer import Reader
 
 LET_GO_BYTES = 1 << 26
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -28,15 +29,15 @@ def file_size(forms: Mapping[str, Tensor]) -> int:
 def write_safetensors(
     path: Path,
     forms: Mapping[str, Tensor],
-    tensors: Iterable[Iterable[Tensor]],
+    reader: Reader,
     *,
     advance: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Write a file and sync it; only what `tensors` yields is ever in memory.
+    """Write a file and sync it; only what `reader` gives is ever in memory.
 
     Args:
         forms: meta tensors by name, in the order of their bytes. Wider dtypes first keeps each aligned.
-        tensors: the elements of each of them in order, in flat blocks, which are cast to the form's dtype.
+        reader: of these tensors; they are cast to the forms' dtypes.
         advance: called with the bytes of each block that was written.
 
     Raises:
@@ -45,10 +46,10 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(_header(forms))
         waiting = 0
-        for (name, form), blocks in zip(forms.items(), tensors, strict=True):
+        for name, form in forms.items():
             written = 0
-            for block in blocks:
-                size = file.write(_cast(block, form.dtype, name).contiguous().view(torch.uint8).numpy().data)
+            for block in reader.blocks(name):
+                size = file.write(_cast(block, form.dtype, name).contiguous().cpu().view(torch.uint8).numpy().data)
                 written += size
                 advance(size)
             assert written == form.nbytes, f"{name}: {written} bytes for {form}"

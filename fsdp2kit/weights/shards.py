@@ -1,4 +1,4 @@
-"""A model's shards: the part of a tensor that this rank holds is filled, and nothing is gathered or sent.
+"""A sink: a model's shards. The part of a tensor that this rank holds is filled, and nothing is gathered or sent.
 
 At most one tensor's rows live beside the shards. An embedding with new tokens is read whole, in blocks, for the mean
 of its rows.
@@ -7,7 +7,7 @@ of its rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,42 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.torch_compat import local_slices
+from fsdp2kit.weights.modules import base_tensors, packed_weights
 from fsdp2kit.weights.record import weights_of
+from fsdp2kit.weights.transfer import Reader
 
 _BLOCK = 1 << 22  # elements
+
+
+def fill_shards(
+    model: PreTrainedModel, forms: Iterable[str], reader: Reader, *, advance: Callable[[int], object]
+) -> None:
+    """Fill a model's tensors ``forms``, by their names without adapters; a module that is trained whole, twice.
+
+    Args:
+        reader: of whole tensors, of any floating-point dtype; with new tokens, of the stored rows.
+        advance: called with the bytes of each shard that was filled.
+    """
+    tensors = base_tensors(model)  # they share storage with the parameters and buffers
+    packed = packed_weights(model)
+    stored, new = grown_tensors(model)
+    for name in forms:
+        value = reader.read(name)
+        for target in () if name in packed else tensors[name]:
+            if name in stored:
+                fill_vocabulary(target, row_blocks(value, stored[name]), new_tokens=new)
+            else:
+                copy_part(target, value)
+        if name in packed:
+            packed[name](value)
+        del value  # before the next one is read
+        advance(local_part(tensors[name][0]).nbytes)
+
+
+def copy_parts(targets: Mapping[str, Tensor], forms: Iterable[str], reader: Reader) -> None:
+    """Fill the tensors ``forms`` of ``targets``."""
+    for name in forms:
+        copy_part(targets[name], reader.read(name))
 
 
 @torch.no_grad()

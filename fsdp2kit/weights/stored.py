@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import is_plain_name, read_json_object
@@ -99,7 +100,7 @@ def usual_dtype(directory: Path) -> str:
 
 def meta_of(piece: Any) -> Tensor:
     """A meta tensor like what a slice object reads."""
-    dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
+    dtype = str_to_torch_dtype.get(piece.get_dtype()) or piece[...].dtype
     return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
 
 

@@ -27,6 +27,11 @@ _Value = TypeVar("_Value")
 class FileNames:
     """How the model of the files names what a model has; here they are the same. `Whole` is the other case."""
 
+    @property
+    def whole(self) -> Whole | None:
+        """What the model is the text part of; None for a model of its own."""
+        return None
+
     def stored_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model whose files these are."""
         return model
@@ -66,7 +71,7 @@ OWN_NAMES = FileNames()
 
 @dataclass(frozen=True, eq=False)
 class Whole(FileNames):
-    """The model of several parts that a model is the text part of; see `fsdp2kit.weights.record.Weights.whole`."""
+    """The model of several parts that a model is the text part of; see `FileNames.whole`."""
 
     model: PreTrainedModel
     """On meta, without adapters; its text part has the config that is trained."""
@@ -74,6 +79,11 @@ class Whole(FileNames):
     """The decoder and the head: names in the text part's model, and in the whole."""
     config: PretrainedConfig
     """As the checkpoint has it."""
+
+    @property
+    def whole(self) -> Whole:
+        """Itself."""
+        return self
 
     def stored_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """The whole."""

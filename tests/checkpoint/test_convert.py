@@ -22,8 +22,9 @@ from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import load_whole
-from fsdp2kit.weights import safetensors_file
+from fsdp2kit.weights import safetensors_file, transfer
 from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
+from fsdp2kit.weights.transfer import MappingReader
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import assert_equal, exported, tool
 
@@ -299,8 +300,8 @@ def test_a_file_is_written_a_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     }
     monkeypatch.setattr(safetensors_file, "LET_GO_BYTES", 16)
     forms = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    blocks = (tensor.reshape(-1).split(5) for tensor in tensors.values())
-    write_safetensors(tmp_path / "x.safetensors", forms, blocks)
+    monkeypatch.setattr(transfer, "BLOCK_BYTES", 8)
+    write_safetensors(tmp_path / "x.safetensors", forms, MappingReader(tensors))
     assert_equal(load_file(tmp_path / "x.safetensors"), tensors)
     assert (tmp_path / "x.safetensors").stat().st_size == file_size(forms)
 

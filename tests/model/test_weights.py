@@ -20,14 +20,16 @@ from fsdp2kit.job import distributed
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.parity.engine import whole
-from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.conversion import match_files, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import find_ties
 from fsdp2kit.weights.stored import INDEX_NAME
+from fsdp2kit.weights.transfer import MappingReader, transfer
 from tests.model.helpers import UNUSUAL, sharded
 from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
+from tests.support.parts import read_all
 from tests.support.workers import WorkerPool
 
 
@@ -101,6 +103,12 @@ def test_a_tied_weight_may_be_stored_under_either_name(stored_as: str, tmp_path:
     _assert_equal(_loaded(path), expected)
 
 
+def test_experts_are_stacked_by_their_numbers(tmp_path: Path) -> None:
+    """Expert 10 follows expert 9. As text its name follows that of expert 1."""
+    path = tiny_model_dir("qwen3_moe", tmp_path, num_experts=12)
+    _assert_equal(_loaded(path), _plain(path))
+
+
 def test_a_tied_weight_that_is_stored_twice_and_differs_is_refused(tmp_path: Path) -> None:
     """transformers unties them: one tensor would be another model."""
     path = tiny_model_dir("smollm2", tmp_path)
@@ -136,13 +144,12 @@ def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_pa
     groups = grouped_entries(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
     for group in groups:
-        stored |= to_file_names(model, {name: tensors[name] for name in group.tensors})
+        stored |= to_file_names(model, {name: tensors[name] for name in group.sources})
     _assert_equal(stored, load_file(tmp_path / "model.safetensors"))
 
-    sources, unexpected = find_sources(model, stored)
-    found = {name: value[...] for source in sources for name, value in source.tensors(model, stored)}
-    assert not unexpected
-    assert all(source.targets(tensors) <= tensors.keys() for source in sources)
+    match = match_files(model, {name: tensor.to("meta") for name, tensor in stored.items()})
+    found = transfer(match.entries, MappingReader(stored), read_all)
+    assert not match.unexpected
     _assert_equal(found, tensors)
 
 

@@ -29,14 +29,15 @@ from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.text_part import text_config_of
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances
 from fsdp2kit.weights.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_file_name, is_of_adapter
-from fsdp2kit.weights.conversion import find_sources, to_file_names
+from fsdp2kit.weights.conversion import match_files, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.load import load_pretrained
 from fsdp2kit.weights.record import find_ties, weights_of
+from fsdp2kit.weights.transfer import MappingReader, transfer
 from tests.rl.helpers.runs import write_toml as write_rollouts
 from tests.support.cases import Case, run_cases
 from tests.support.models import VOCABULARY, beyond, full, plain_batches
-from tests.support.parts import load_class, look, stored, write_whole
+from tests.support.parts import load_class, look, read_all, stored, write_whole
 from tests.support.runs import assert_refused, run_recipe
 from tests.support.workers import WorkerPool
 from tools import dcp_to_hf as convert
@@ -196,7 +197,7 @@ def test_layers_have_the_ranks_and_scalings_that_peft_gives_them(tmp_path: Path)
     for name in ("adapter", "again"):
         theirs: Any = get_peft_model(load_class("gemma3", path), peft.LoraConfig.from_pretrained(str(tmp_path / name)))
         model = build_model(ModelConfig(path=str(path), adapter=str(tmp_path / name)))
-        adapter, whole = weights_of(model).adapter, weights_of(model).whole
+        adapter, whole = weights_of(model).adapter, weights_of(model).names.whole
         assert adapter is not None
         assert whole is not None
         found = {}
@@ -229,7 +230,7 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "mistral3", "qwen3_5"])
 def test_the_text_part_learns_what_the_whole_would(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     path, batches = write_whole(kind, tmp_path, vocabulary=VOCABULARY + 8), plain_batches(1)
-    text = weights_of(build_model(ModelConfig(path=str(path)))).whole
+    text = weights_of(build_model(ModelConfig(path=str(path)))).names.whole
     assert text is not None
 
     def plain(micro_batch_size: int) -> tuple[float, dict[str, np.ndarray]]:
@@ -277,7 +278,7 @@ def test_a_directory_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None
 @pytest.mark.parametrize("names", ["text", "whole", "former"])
 def test_a_state_dict_of_the_whole_loses_nothing(names: str, tmp_path: Path) -> None:
     path = write_whole("gemma3", tmp_path)
-    whole, part = load_class("gemma3", path), weights_of(build_model(ModelConfig(path=str(path)))).whole
+    whole, part = load_class("gemma3", path), weights_of(build_model(ModelConfig(path=str(path)))).names.whole
     assert part is not None
     state = {name: one + 1 for name, one in whole.state_dict().items()}
     called = {
@@ -314,11 +315,11 @@ def test_what_a_rollout_engine_is_sent_leads_back(kind: str, tmp_path: Path) -> 
     tensors = {name: one for name, one in model.state_dict().items() if name not in find_ties(model)}
     back: dict[str, torch.Tensor] = {}
     for group in grouped_entries(model, {name: one.to("meta") for name, one in tensors.items()}):
-        sent = to_file_names(model, {name: tensors[name] for name in group.tensors})
+        sent = to_file_names(model, {name: tensors[name] for name in group.sources})
         assert sent.keys() <= stored(path).keys()
-        sources, unknown = find_sources(model, sent)
-        assert not unknown
-        back |= {name: value[...] for source in sources for name, value in source.tensors(model, sent)}
+        match = match_files(model, {name: one.to("meta") for name, one in sent.items()})
+        assert not match.unexpected
+        back |= transfer(match.entries, MappingReader(sent), read_all)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], one) for name, one in tensors.items())
 
@@ -376,7 +377,7 @@ def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path:
 
 def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
-    whole, traits = weights_of(model).whole, inspect_model(model)
+    whole, traits = weights_of(model).names.whole, inspect_model(model)
     assert whole is not None
     whole.check_same_logits(traits.small_copy())
     forward = Gemma3ForConditionalGeneration.forward

@@ -144,7 +144,7 @@ def test_a_tensor_that_the_class_alone_lacks_has_the_engines_dtype(models: Path)
     """As in an export: a buffer that was registered later, for one."""
     model: Any = load_plain(models / "llama3")
     weights_of(model).asked_dtypes[torch.bfloat16] = {}
-    sent = [weight.dtype for group in _plan(model, torch.bfloat16) for weight in group.weights]
+    sent = [form.dtype for entry in _plan(model, torch.bfloat16) for form in entry.sources.values()]
     assert set(sent) == {torch.bfloat16}
 
 

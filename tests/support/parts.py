@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from fsdp2kit.weights.transfer import Reader
 from tests.support.models import DEMO, DEMO_VOCABULARY, IS_5_17
 
 _TEXT = {
@@ -147,6 +149,11 @@ def load_class(kind: str, path: Path, **options: Any) -> Any:
 def stored(path: Path) -> dict[str, Tensor]:
     """All tensors of a directory's files."""
     return {name: one for file in sorted(path.glob("*.safetensors")) for name, one in load_file(file).items()}
+
+
+def read_all(forms: Iterable[str], reader: Reader) -> dict[str, Tensor]:
+    """A sink: whole tensors by name."""
+    return {name: reader.read(name)[...] for name in forms}
 
 
 @torch.no_grad()

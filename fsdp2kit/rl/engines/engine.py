@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.weights.safetensors_file import write_safetensors
+from fsdp2kit.weights.transfer import MappingReader
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class SharedMemorySender(VersionedWeights):
         file = os.memfd_create("fsdp2kit-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")
-            write_safetensors(path, forms, ([tensor.cpu().flatten()] for tensor in tensors.values()))
+            write_safetensors(path, forms, MappingReader(tensors))
             self._deliver(str(path))
         finally:
             os.close(file)

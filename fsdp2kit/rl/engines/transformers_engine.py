@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
@@ -23,8 +23,9 @@ from fsdp2kit.job.stop import Stopped
 from fsdp2kit.parallel.tensor_parallel import copy_part
 from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Request, Response, RolloutEngine
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
-from fsdp2kit.weights.conversion import TensorSource, find_sources
+from fsdp2kit.weights.conversion import match_files
 from fsdp2kit.weights.record import find_ties
+from fsdp2kit.weights.transfer import MappingReader, Reader, WeightEntry, transfer
 
 
 class TransformersEngine(RolloutEngine):
@@ -55,7 +56,7 @@ class TransformersEngine(RolloutEngine):
         self._stops = tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
         self._missing = set(model.state_dict()) - set(find_ties(model))
-        self._sources: dict[tuple[str, ...], list[TensorSource]] = {}
+        self._entries: dict[tuple[str, ...], list[WeightEntry]] = {}
         embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
         self._device = embedding.weight.device
         self.dtype = embedding.weight.dtype
@@ -153,15 +154,20 @@ class TransformersEngine(RolloutEngine):
     def load_weights(self, bucket: Bucket) -> None:
         """Copy a bucket's tensors into the engine's model, converted like those of a Hugging Face directory."""
         stored = dict(bucket.tensors())
-        targets = self._model.state_dict()
         names = tuple(stored)
-        if names not in self._sources:
-            self._sources[names], unknown = find_sources(self._model, names)
-            assert not unknown, f"a bucket holds {unknown[0]}, which the engine's model does not have"
-        for source in self._sources[names]:
-            for name, value in source.tensors(self._model, stored):
-                copy_part(targets[name], value[...])
-                self._missing.discard(name)
+        if names not in self._entries:
+            match = match_files(self._model, {name: tensor.to("meta") for name, tensor in stored.items()})
+            assert not match.unexpected, (
+                f"a bucket holds {match.unexpected[0]}, which the engine's model does not have"
+            )
+            self._entries[names] = match.entries
+        transfer(self._entries[names], MappingReader(stored), self._fill)
+
+    def _fill(self, forms: Iterable[str], reader: Reader) -> None:
+        targets = self._model.state_dict()
+        for name in forms:
+            copy_part(targets[name], reader.read(name))
+            self._missing.discard(name)
 
     def finish_update(self, version: int) -> None:
         """See `VersionedWeights.finish_update`; a RunFailure if some weights never came."""
