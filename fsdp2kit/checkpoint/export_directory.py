@@ -181,15 +181,18 @@ class ExportDirectory:
             if not path.is_file() or path.stat().st_size != file.size:
                 raise RunFailure(f"{path}: was not written, or not whole ({file.size} bytes are expected)")
         if not self.is_moved_there:
-            self.check_replaceable()
-        files = {*plan.files, *fill(self.staging, plan.write_assets)}
+            self.check_replaceable()  # writing took a while
+        files = {*plan.files, *fill(self.staging, plan.write_assets)} - {RECORD}
         facts = _facts(plan)
-        if not self.is_moved_there:
-            for stale in self._files() - files:
-                (self.path / stale).unlink(missing_ok=True)
-            _write_record(self.path, files, facts)
+        if self.is_moved_there:
+            self._move_there(files, facts)
             return
-        files = files - {RECORD}  # which `begin` wrote
+        for stale in self._files() - files:
+            (self.path / stale).unlink(missing_ok=True)
+        _write_record(self.path, files, facts)
+
+    def _move_there(self, files: set[str], facts: dict[str, Any]) -> None:
+        """Record what is in `staging`, and move that to its place."""
         digests = {name: _digest(self.staging / name) for name in sorted(files)}
         _write_record(self.staging, files, {**facts, "digests": digests})
         sync_tree(self.staging)
