@@ -400,9 +400,9 @@ class Checkpoints:
         Args:
             progress: as `start` returned it.
         """
-        self.finish_save()  # one that is under way may have the best step, and uses the same group
         resumed = self.resumed
         if resumed is not None:
+            self.finish_save()  # one that is under way may have the best step, and uses the same group
             self.run_export.export_due(progress, resumed, resumed=resumed, is_over=is_over, must_replace=True)
 
     def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:
