@@ -10,8 +10,9 @@ import sys
 
 from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.export_plan import MAX_SHARD_BYTES
 from fsdp2kit.checkpoint.from_hf import compare_logits
-from fsdp2kit.checkpoint.hf import MAX_SHARD_BYTES, dcp_to_hf
+from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.merge import merge_to_hf
 from fsdp2kit.console import in_one_line, show
 from fsdp2kit.errors import UserError

@@ -1,8 +1,8 @@
 """A run's checkpoints and its Hugging Face export: what a run resumes from, saves, keeps and exports.
 
-A save has three parts, kept apart: `stage` lists the tensors, `write` writes them to a directory of its own (all
-ranks), and `complete` adds assets and the manifest, publishes it and applies the retention (rank 0). The last two run
-at once or in a thread. A crash at any point leaves complete checkpoints untouched, and no new one that only looks
+A save has three parts, kept apart: `stage` lists the tensors, `write` writes them and the assets to a directory of its
+own (all ranks), and `complete` adds the manifest, publishes it and applies the retention (rank 0). The last two run at
+once or in a thread. A crash at any point leaves complete checkpoints untouched, and no new one that only looks
 complete.
 """
 
@@ -23,17 +23,18 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
+from fsdp2kit.checkpoint.export_plan import DTYPES
 from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, describe_resumed
 from fsdp2kit.checkpoint.manifest import (
     Manifest,
     check_shared,
-    holds_best,
+    in_use,
     read_manifest,
     read_progress,
     record_files,
     write_manifest,
 )
+from fsdp2kit.checkpoint.run_export import RunExport
 from fsdp2kit.checkpoint.space import check_room, storage_failure, what_to_do
 from fsdp2kit.checkpoint.state import (
     check_together,
@@ -44,17 +45,16 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import in_use, open_store
+from fsdp2kit.checkpoint.store import open_store
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.sections.checkpoint import CHECKPOINTS, EXPORT
 from fsdp2kit.console import say, size_text
 from fsdp2kit.errors import UserError
-from fsdp2kit.files.remote import check_writable, fill, fsspec_url, to_path
+from fsdp2kit.files.remote import check_writable, fill, to_path
 from fsdp2kit.job import status
 from fsdp2kit.job.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.job.events import Events
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.stop import Stopped
 from fsdp2kit.weights.record import manifest_fields, weights_of
 from fsdp2kit.weights.recorded_parts import RECORD
 
@@ -104,12 +104,12 @@ class Checkpoints:
             root = to_path(section.dir) if section.dir else run_dir / CHECKPOINTS
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
             out = to_path(section.export_dir) if section.export_dir else run_dir / EXPORT
-            self.export_directory = ExportDirectory(out)
             if section.export_hf != "never":
                 where = "checkpoint.export_dir" if section.export_dir else "run.dir"
-                self.export_directory.check_writable(where=where)
-                self.export_directory.check_apart(root)
-                self.export_directory.check_replaceable(read=read)
+                directory = ExportDirectory(out)
+                directory.check_writable(where=where)
+                directory.check_apart(root)
+                directory.check_replaceable(read=read)
         self.store = open_store(root)
         self.config = config
         self.model = model
@@ -125,19 +125,25 @@ class Checkpoints:
         """The checkpoint that `start` resumed from."""
         self.saved: Path | None = None
         """The checkpoint that was written last."""
-        self.exported: Path | None = None
-        """The checkpoint that the export was made from."""
-        self.left_an_export = False
-        """Whether the last export was left, because the run is asked to stop."""
         self._write_assets = write_assets
         self._tell = tell
         self._facts = manifest_fields(model)
-        self._exporting: Progress | None = None  # the newest when an export was last due
         self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
         self._sweep: Future[None] | None = None
         self._background = BackgroundSave() if section.async_save else None
         self._group = self._background.group if self._background else None
+        recorded = self.environment.get(RECORD, {}).get("directory")
+        self.run_export = RunExport(
+            config,
+            self.store,
+            out,
+            dtype=self.export_dtype or "float32",
+            parts_dir=Path(recorded) if recorded else None,
+            group=self._group,
+            tell=tell,
+            events=self._events,
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -213,8 +219,8 @@ class Checkpoints:
         total = self.config.train.steps if self.total_steps is None else self.total_steps
         if total is not None and done >= total:
             return []
-        out = self.export_directory.path
-        dtype = DTYPES[self.export_dtype or "float32"]
+        out = self.run_export.out
+        dtype = DTYPES[self.run_export.dtype]
         return check_room(self.config, self.model, self.store, out, export_dtype=dtype, make_room=self.finish_sweep)
 
     def restore(self, path: Path) -> Progress:
@@ -259,18 +265,16 @@ class Checkpoints:
             progress: with wandb's id and the state of the data, if there are any.
             is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
         """
-        path = self.store.path(progress.step)
-        exported = self._to_export(progress, path, is_over=is_over)
         self.finish_save()
         tensors = self.stage()
         if self._background is None:
-            self._write_and_publish(tensors, progress, exported, is_over)
+            self._write_and_publish(tensors, progress, is_over)
         else:
             # A forward pass may change buffers, and the next one begins before the copy is made.
             buffers = persistent_buffers(self.model)
             tensors["model"].update({name: buffer.clone() for name, buffer in buffers.items()})
-            self._background.begin(tensors, self._write_and_publish, progress, exported, is_over)
-        return path
+            self._background.begin(tensors, self._write_and_publish, progress, is_over)
+        return self.store.path(progress.step)
 
     def stage(self) -> Tensors:
         """The tensors to save, nested as DCP flattens them to ``model.…`` and ``optimizer.…``.
@@ -310,7 +314,7 @@ class Checkpoints:
         if self._sweep is not None:
             self._sweep.result()
 
-    def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None, is_over: bool) -> None:
+    def _write_and_publish(self, tensors: Tensors, progress: Progress, is_over: bool) -> None:
         """Write and publish a checkpoint, throw away what is not kept, and export what is due."""
         path = self.store.path(progress.step)
         began = time.monotonic()
@@ -332,18 +336,23 @@ class Checkpoints:
         fields = {"bytes": size, "seconds": seconds, "best": best, "background": self._background is not None}
         waited = self._background.waited if self._background else seconds
         self._events.record("save", step=progress.step, **fields, waited=waited)
-        if exported is not None:
-            self.export(exported, check=exported != path, is_over=is_over)
+        self.run_export.export_due(progress, path, resumed=self.resumed, is_over=is_over, must_replace=is_over)
 
     def write(self, tensors: Tensors, step: int) -> None:
-        """Write tensors, synced, to the step's temporary directory; every rank its own file."""
+        """Write the step's temporary directory: settings and assets, and tensors, synced; every rank its own file."""
+        directory = self.store.temporary(step)
+        settings = Path(self.config.run.dir, "config.toml")
         with agreement(self._group):
             if rank() == 0:
                 self.store.begin(step, after=self._reached)
-        save_tensors(tensors, self.store.temporary(step), group=self._group)
+                if settings.is_file():
+                    (directory / settings.name).write_bytes(settings.read_bytes())
+                (directory / "hf").mkdir()
+                fill(directory / "hf", self._write_assets)
+        save_tensors(tensors, directory, group=self._group)
 
     def complete(self, progress: Progress) -> int:
-        """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention.
+        """Complete the temporary directory with the manifest; publish it; apply the retention.
 
         Returns:
             Bytes of the checkpoint's tensors.
@@ -351,7 +360,6 @@ class Checkpoints:
         step = progress.step
         section = self.config.checkpoint
         directory = self.store.temporary(step)
-        settings = Path(self.config.run.dir, "config.toml")
         with agreement(self._group):
             # By name: a listing on each rank would read the names of all ranks' files.
             names = (directory / f"__{rank()}_{number}.distcp" for number in itertools.count())
@@ -359,10 +367,6 @@ class Checkpoints:
         records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
         with agreement(self._group):
             if rank() == 0:
-                if settings.is_file():
-                    (directory / settings.name).write_bytes(settings.read_bytes())
-                (directory / "hf").mkdir()
-                fill(directory / "hf", self._write_assets)
                 manifest = Manifest(
                     step=step,
                     progress=asdict(progress),
@@ -383,36 +387,10 @@ class Checkpoints:
 
     # Export
 
-    def export(self, checkpoint: Path, *, check: bool = False, is_over: bool = True) -> None:
-        """`ensure_export` of a checkpoint. What must not be replaced there is a warning until the run is over.
-
-        If the run is asked to stop, the export is left, and the former one stays; the next start makes it.
-        """
-        out = self.export_directory.path
-        dtype = self.export_dtype or "float32"
-        began = time.monotonic()
-        try:
-            recorded = self.environment.get(RECORD, {}).get("directory")
-            parts_dir = Path(recorded) if recorded else None
-            is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check, parts_dir=parts_dir)
-        except Stopped:  # on all ranks
-            self.left_an_export = True
-            self._tell(f"left the export of {checkpoint.name}: the run is asked to stop; the next start makes it")
-            return
-        except UserError as error:
-            if is_over:
-                raise
-            self._tell(f"warning: not exported: {error}; training goes on")
-            return
-        except Exception as error:
-            todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
-            raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
-        if is_new:
-            self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
-            step = int(checkpoint.name.rpartition("-")[2])
-            seconds = time.monotonic() - began
-            self._events.record("export", step=step, path=str(out), seconds=seconds)
-        self.exported = checkpoint
+    @property
+    def left_an_export(self) -> bool:
+        """Whether the last export was left, because the run is asked to stop."""
+        return self.run_export.was_left
 
     def export_resumed(self, progress: Progress, *, is_over: bool) -> None:
         """Export what is due of a run that was resumed, where that was not done.
@@ -422,29 +400,10 @@ class Checkpoints:
         Args:
             progress: as `start` returned it.
         """
-        if self.resumed and (exported := self._to_export(progress, self.resumed, is_over=is_over)):
-            self.export(exported, check=exported != self.resumed)
-
-    @property
-    def exports_best(self) -> bool:
-        """``checkpoint.export``, or its default."""
-        which = self.config.checkpoint.export
-        return self.config.eval.keeps_best if which is None else which == "best"
-
-    def _to_export(self, progress: Progress, newest: Path, *, is_over: bool) -> Path | None:
-        """The checkpoint to export once the newest is written; None if none is due. Collective."""
-        when = self.config.checkpoint.export_hf
-        if when == "never" or (when == "final" and not is_over):
-            return None
-        self._exporting = progress
-        if not self.exports_best or progress.best_step in (None, progress.step):
-            return newest
-        self.finish_save()  # the best step's may be under way
-        best = self.store.path(progress.best_step)
-        candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
-        # Rank 0 answers for all: a file system may show the others an older state of the directory.
-        found = next((one for one in candidates if holds_best(one, progress)), newest) if rank() == 0 else newest
-        return gather_objects(found)[0]
+        resumed = self.resumed
+        if resumed is not None:
+            self.finish_save()  # one that is under way may have the best step, and uses the same group
+            self.run_export.export_due(progress, resumed, resumed=resumed, is_over=is_over, must_replace=True)
 
     def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:
         """What the run leaves behind: the newest checkpoint, the export, and how to try it. On one rank only.
@@ -455,26 +414,7 @@ class Checkpoints:
             maximizes: as in `Progress.describe_best`.
         """
         newest = self.saved or self.resumed
-        lines = []
-        if newest:
-            lines.append(f"checkpoint: {newest}")
-        if self.exported:
-            kind = "model" if weights_of(self.model).adapter is None else "adapter"
-            out = self.export_directory.path
-            lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
-            if self.can_answer and fsspec_url(out) is None:  # `generate` reads disks only
-                lines.append(f'try it: fsdp2kit generate {out} "…"')
-            if is_over and (repository := self.config.checkpoint.push_to_hub):
-                lines.append(self.export_directory.upload(repository))
-        return lines
-
-    def _describe_step(self, exported: Path, maximizes: str | None) -> str:
-        """The step of an export, and where evaluations were compared, whether it is the best."""
-        progress = self._exporting
-        if progress is None or progress.best_step is None:
-            return exported.name
-        name = self.store.path(progress.best_step).name
-        best = f"{name}, the best ({progress.describe_best(maximizes)})"
-        if name == exported.name:
-            return best
-        return f"{exported.name}, the last; {'no checkpoint was kept' if self.exports_best else 'not'} of {best}"
+        lines = [f"checkpoint: {newest}"] if newest else []
+        kind = "model" if weights_of(self.model).adapter is None else "adapter"
+        can_answer = self.can_answer
+        return lines + self.run_export.describe(kind, can_answer=can_answer, is_over=is_over, maximizes=maximizes)

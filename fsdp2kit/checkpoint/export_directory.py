@@ -7,17 +7,23 @@ and the files that the export wrote, with digests: only these, and only as they 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from fsdp2kit.checkpoint.export_plan import ExportPlan
 from fsdp2kit.checkpoint.staging import OLD, PARTIAL, RECORD, clear_beside, make_beside, mark
-from fsdp2kit.errors import UserError
-from fsdp2kit.files.local import is_plain_name, read_json_object, replace_file, sha256, sync, sync_tree
-from fsdp2kit.files.remote import check_writable, is_remote
+from fsdp2kit.checkpoint.store import MANIFEST, is_complete
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files.local import is_plain_name, read_json_object, replace_json, sha256, sync, sync_tree
+from fsdp2kit.files.redaction import cleaned
+from fsdp2kit.files.remote import check_writable, fill, is_remote
+from fsdp2kit.job.distributed import agreement, gather_objects, rank
 from fsdp2kit.weights.stored import weights_digest
 
 
@@ -50,12 +56,8 @@ class ExportDirectory:
         """Where the files are written: beside `place`; on an object store, `path` itself. `begin` makes it."""
         if not self.is_moved_there:
             return self.path
-        assert self._staging is not None, "`begin` or `join` comes first"
+        assert self._staging is not None, "`begin` comes first"
         return self._staging
-
-    def join(self, staging: Path) -> None:
-        """Take the directory that another rank's `begin` made for this export's."""
-        self._staging = staging
 
     @property
     def place(self) -> Path:
@@ -86,6 +88,22 @@ class ExportDirectory:
             what = f"{export} and the run's checkpoints in {checkpoints} lie in each other"
             raise UserError("checkpoint.export_dir", what, "choose another directory")
 
+    def holds(self, checkpoint: Path, dtype: str, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether it is the whole export of a complete checkpoint, in a dtype. Collective.
+
+        Args:
+            group: of all ranks. Default: the default group.
+        """
+        # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+        found = False
+        with agreement(group):
+            if rank() == 0:
+                digest = manifest_digest(checkpoint)
+                record = self.record()
+                is_of_it = digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype)
+                found = is_of_it and self.is_whole()
+        return bool(gather_objects(found, group=group)[0])
+
     def is_whole(self) -> bool:
         """Whether all files that an export of ours wrote are there, as we wrote them."""
         return all((self.path / name).is_file() for name in self._files()) and not self.changed()
@@ -106,18 +124,41 @@ class ExportDirectory:
             return {}
         return record if isinstance(record.get("files"), list) else {}
 
-    def begin(self, files: Iterable[str]) -> None:
+    @contextlib.contextmanager
+    def replaced(self, plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+        """The directory that a plan's files of weights are written into; then the export is published. Collective.
+
+        After an error the unfinished files are deleted, and a former export stays.
+
+        Args:
+            group: of all ranks. Default: the default group.
+        """
+        is_first = rank() == 0
+        try:
+            with agreement(group):
+                if is_first:
+                    self.begin(plan)
+            if self.is_moved_there:
+                self._staging = gather_objects(self._staging, group=group)[0]
+            yield self.staging
+            with agreement(group):
+                if is_first:
+                    self.publish(plan)
+        except BaseException:
+            if is_first:
+                self.abandon()
+            raise
+
+    def begin(self, plan: ExportPlan) -> None:
         """Make `staging` empty; on an object store, take back the record of the export that is replaced.
 
         On one rank only, before any rank writes.
-
-        Args:
-            files: what the export is going to write.
         """
+        self.check_replaceable(read=plan.read)
         if not self.is_moved_there:
             self.path.mkdir(parents=True, exist_ok=True)
             # Not yet an export of anything, but all of it is ours and may be replaced.
-            _write_record(self.path, {*files, *self._files()}, {})
+            _write_record(self.path, {*plan.names(), *self._files()}, {})
             return
         clear_beside(self.place, PARTIAL)  # of exports that were cut short
         self._staging = make_beside(self.place, PARTIAL)
@@ -128,23 +169,34 @@ class ExportDirectory:
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
 
-    def publish(self, files: set[str], facts: dict[str, Any]) -> None:
-        """Record what was written to `staging`, and make it the export. On one rank only, once all have written.
+    def publish(self, plan: ExportPlan) -> None:
+        """Add assets, index and record to the written files, and make them the export. On one rank only.
 
-        Args:
-            files: what was written.
-            facts: what the files were made from.
+        Raises:
+            RunFailure: a file of weights is not there, or not whole.
+            UserError: something else than an export of ours is there now.
         """
+        for name, file in plan.files.items():
+            path = self.staging / name
+            if not path.is_file() or path.stat().st_size != file.size:
+                raise RunFailure(f"{path}: was not written, or not whole ({file.size} bytes are expected)")
         if not self.is_moved_there:
-            for stale in self._files() - files:
-                (self.path / stale).unlink(missing_ok=True)
-            _write_record(self.path, files, facts)
+            self.check_replaceable()  # writing took a while
+        files = {*plan.files, *fill(self.staging, plan.write_assets)} - {RECORD}
+        facts = _facts(plan)
+        if self.is_moved_there:
+            self._move_there(files, facts)
             return
-        files = files - {RECORD}  # which `begin` wrote
+        for stale in self._files() - files:
+            (self.path / stale).unlink(missing_ok=True)
+        _write_record(self.path, files, facts)
+
+    def _move_there(self, files: set[str], facts: dict[str, Any]) -> None:
+        """Record what is in `staging`, and move that to its place."""
         digests = {name: _digest(self.staging / name) for name in sorted(files)}
         _write_record(self.staging, files, {**facts, "digests": digests})
         sync_tree(self.staging)
-        self.check_replaceable()  # flushing took a while
+        self.check_replaceable()  # writing and flushing took a while
         place = self.place
         old = make_beside(place, OLD) if place.exists() else None
         if old is not None:
@@ -185,10 +237,25 @@ def _digest(path: Path) -> str:
     return weights_digest(path) if path.suffix == ".safetensors" else sha256(path)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a file by a JSON object."""
-    replace_file(path, json.dumps(value, indent=2) + "\n")
+def manifest_digest(checkpoint: Path) -> str | None:
+    """Of a complete checkpoint, by which a record names it; None of any other."""
+    return sha256(checkpoint / MANIFEST) if is_complete(checkpoint) else None
+
+
+def _facts(plan: ExportPlan) -> dict[str, Any]:
+    """What the files of an export are made from."""
+    checkpoint = plan.source.checkpoint if plan.source else None
+    manifest = plan.source.manifest if plan.source else None
+    facts = {
+        "checkpoint": checkpoint and str(checkpoint),
+        "step": manifest.step if manifest else None,
+        "manifest": checkpoint and manifest_digest(checkpoint),
+        "dtype": plan.dtype,
+    }
+    if plan.is_adapter and manifest:
+        facts["base"] = manifest.identity.get("model.weights")  # by this an adapter recognises its model
+    return cleaned(facts)
 
 
 def _write_record(directory: Path, files: Iterable[str], facts: dict[str, Any]) -> None:
-    write_json(directory / RECORD, {**facts, "files": sorted(files)})
+    replace_json(directory / RECORD, {**facts, "files": sorted(files)})

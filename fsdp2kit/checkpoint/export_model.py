@@ -1,9 +1,10 @@
 """From a sharded model in memory to a Hugging Face directory: how your own training loop saves a model.
 
-The plan, the files and their publication are those of a checkpoint's export (`fsdp2kit.checkpoint.hf`); only the
-tensors come from memory. Each rank writes some of the files, all ranks at the same time. For each file in turn, all
-ranks cast their shards and gather the next tensors, and the file's writer keeps them. So a rank holds no more than
-three tensors (or groups of tensors that transformers stores in other pieces) beside the model.
+The plan and the directory are those of a checkpoint's export (`fsdp2kit.checkpoint.export_plan`,
+`fsdp2kit.checkpoint.export_directory`); only the tensors come from memory. Each rank writes some of the files, all
+ranks at the same time. For each file in turn, all ranks cast their shards and gather the next tensors, and the file's
+writer keeps them. So a rank holds no more than three tensors (or groups of tensors that transformers stores in other
+pieces) beside the model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, exporting, into_files
+from fsdp2kit.checkpoint.export_plan import (
+    DTYPES,
+    MAX_SHARD_BYTES,
+    ExportFile,
+    ExportPlan,
+    check_dtype,
+    into_files,
+)
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.console import progress_bar, say
 from fsdp2kit.errors import UserError
@@ -32,7 +40,7 @@ from fsdp2kit.weights.entries import adapter_entries, entries
 from fsdp2kit.weights.gathered import GatheredTensors, gather
 from fsdp2kit.weights.modules import build_skeleton
 from fsdp2kit.weights.record import ModelSource, own_class, weights_of
-from fsdp2kit.weights.safetensors_file import file_size, write_safetensors
+from fsdp2kit.weights.safetensors_file import write_safetensors
 from fsdp2kit.weights.transfer import transfer
 
 
@@ -69,8 +77,10 @@ def export_model(
             source = _source(model)
             tensors = model_tensors(model)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
-            plan = _plan(model, source, tensors, to_path(out), Path(folder), name, max_shard_bytes)
-            plan.out.check_writable(where="export_model")
+            plan = _plan(model, source, tensors, Path(folder), name, max_shard_bytes)
+            directory = ExportDirectory(to_path(out).absolute())
+            directory.check_writable(where="export_model")
+            notes = []
             if distributed.rank() == 0:
                 notes = save_assets(
                     Path(folder),
@@ -82,10 +92,10 @@ def export_model(
                     adapter=weights_of(model).adapter,
                     whole=source.whole,
                 )
-                for note in notes:
-                    say(note)
-        with exporting(plan), torch.no_grad():
-            _write_files(plan, tensors)
+        with directory.replaced(plan) as staging, torch.no_grad():
+            for note in notes:
+                say(note)
+            _write_files(plan, tensors, staging)
 
 
 def _source(model: PreTrainedModel) -> ModelSource:
@@ -100,7 +110,6 @@ def _plan(
     model: PreTrainedModel,
     source: ModelSource,
     tensors: Mapping[str, Tensor],
-    out: Path,
     config_dir: Path,
     dtype: str | None,
     max_shard_bytes: int,
@@ -108,35 +117,34 @@ def _plan(
     """What goes into which file; the same on every rank."""
     dtype = dtype or source.dtype
     check_dtype(dtype)
-    directory = ExportDirectory(out.absolute())
     weights = weights_of(model)
     adapter = weights.adapter
-    directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
     skeleton = build_skeleton(model)
     if adapter is not None:
         found = adapter_entries(skeleton, tensors, DTYPES[dtype], one_by_one=bool(adapter.expert_leaves))
-        return ExportPlan(None, directory, config_dir, dtype, {WEIGHTS_NAME: found}, is_adapter=True)
+        files = {WEIGHTS_NAME: ExportFile(found)}
+        return ExportPlan(config_dir, dtype, files, is_adapter=True, read=[source.directory, adapter.directory])
     parts = source.directory if weights.names.whole is not None else None
     files = into_files(entries(skeleton, tensors, DTYPES[dtype], parts=parts), max_shard_bytes)
-    return ExportPlan(None, directory, config_dir, dtype, files, model=skeleton)
+    return ExportPlan(config_dir, dtype, files, model=skeleton, read=[source.directory])
 
 
-def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Write every file of the plan into ``plan.out.staging``, each on one rank. Collective."""
+def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write every file of the plan into a folder, each on one rank. Collective."""
     rank = distributed.rank()
     world_size = distributed.world_size()
     files = list(plan.files)
     problem = None
-    size = sum(file_size(plan.forms(file)) for file in files[rank::world_size])
+    size = sum(plan.files[file].size for file in files[rank::world_size])
     with progress_bar("exporting", total=size) as bar:
         for start in range(0, len(files), world_size):
             turn = files[start : start + world_size]
             mine = turn[rank] if rank < len(turn) and problem is None else None
-            gathered = gather({file: plan.files[file] for file in turn}, tensors, mine)
+            gathered = gather({file: plan.files[file].entries for file in turn}, tensors, mine)
             try:
                 if mine is not None:
-                    sink = partial(write_safetensors, plan.out.staging / mine, advance=bar.advance)
-                    transfer(plan.files[mine], GatheredTensors(gathered), sink)
+                    sink = partial(write_safetensors, folder / mine, advance=bar.advance)
+                    transfer(plan.files[mine].entries, GatheredTensors(gathered), sink)
             except Exception as error:  # a full disk, say
                 problem = error
             try:

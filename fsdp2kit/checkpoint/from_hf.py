@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp2kit.checkpoint.keys import MODEL_PREFIX
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
-from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
+from fsdp2kit.checkpoint.state import load_weights, save_tensors
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import sync

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 from pydantic import AfterValidator, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
 
-from fsdp2kit.checkpoint.store import MANIFEST, in_use
+from fsdp2kit.checkpoint.store import MANIFEST
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files.local import is_plain_name, load_json, read_regular, replace_file, sha256, sync_tree
+from fsdp2kit.files.local import is_plain_name, load_json, open_regular, replace_json, sha256, sync_tree
 from fsdp2kit.files.redaction import cleaned
-from fsdp2kit.files.remote import to_path
+from fsdp2kit.files.remote import is_remote, to_path
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.weights.recorded_parts import RecordedParts
 
@@ -109,7 +110,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     texts = {"identity": cleaned(manifest.identity), "environment": cleaned(manifest.environment)}
     manifest = replace(manifest, files={**manifest.files, **others}, **texts)
     sync_tree(checkpoint)
-    replace_file(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
+    replace_json(checkpoint / MANIFEST, asdict(manifest))
 
 
 def no_manifest(checkpoint: Path, todo: str) -> UserError:
@@ -121,32 +122,78 @@ def no_manifest(checkpoint: Path, todo: str) -> UserError:
     return UserError(str(checkpoint), what, todo)
 
 
-def read_manifest(checkpoint: str | Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a complete checkpoint."""
-    checkpoint = to_path(checkpoint)
+    with _reading(checkpoint), open_regular(checkpoint / MANIFEST) as stream:
+        return _parse(stream.read())
+
+
+@contextlib.contextmanager
+def open_manifest(checkpoint: Path) -> Iterator[Manifest]:
+    """`read_manifest`, of a checkpoint that is `in_use` while this lasts."""
+    with contextlib.ExitStack() as opened:
+        with _reading(checkpoint):
+            stream = opened.enter_context(open_regular(checkpoint / MANIFEST))
+            _lock(stream, checkpoint)
+            manifest = _parse(stream.read())
+        yield manifest
+
+
+@contextlib.contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """While this lasts, `fsdp2kit.checkpoint.store.deletable` says no, to whatever process asks.
+
+    The open manifest is locked (flock): the kernel releases the lock when the process ends, and several may hold it.
+    Without a manifest, or on a file system without locks, there is no promise.
+    """
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            _lock(opened.enter_context(open_regular(checkpoint / MANIFEST)), checkpoint)
+        yield
+
+
+def _lock(manifest: BinaryIO, checkpoint: Path) -> None:
+    if not is_remote(checkpoint):  # an object store has no locks
+        with contextlib.suppress(OSError):
+            fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Errors of reading a manifest as a `UserError`."""
+    path = checkpoint / MANIFEST
     if not checkpoint.is_dir():
         raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
-    path = checkpoint / MANIFEST
     try:
-        content = read_regular(path)
-        raw = load_json(content)
-        if raw["format"] != FORMAT:
-            what = f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}"
-            raise UserError(str(path), what, "use the fsdp2kit that it was written by")
-        known = {one.name: raw[one.name] for one in fields(Manifest)}
-        manifest = _typed(Manifest, known)
-        _typed(_Environment, manifest.environment)
-        if manifest.progress.keys() == {field.name for field in fields(Progress)}:  # else of another version
-            _typed(Progress, manifest.progress)
-        return manifest
+        yield
     except FileNotFoundError:
         todo = f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path"
         raise no_manifest(checkpoint, todo) from None
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({error})", USE_ANOTHER) from error
+    except _OtherFormat as error:
+        what = f"has format {error}; this fsdp2kit reads format {FORMAT}"
+        raise UserError(str(path), what, "use the fsdp2kit that it was written by") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not a checkpoint's manifest ({type(error).__name__}: {error})"
         raise UserError(str(path), what, USE_ANOTHER) from error
+
+
+class _OtherFormat(Exception):
+    """A manifest of another format than `FORMAT`."""
+
+
+def _parse(content: bytes) -> Manifest:
+    """The manifest in a file's bytes; `_reading` has the errors of what is none."""
+    raw = load_json(content)
+    if raw["format"] != FORMAT:
+        raise _OtherFormat(raw["format"])
+    known = {one.name: raw[one.name] for one in fields(Manifest)}
+    manifest = _typed(Manifest, known)
+    _typed(_Environment, manifest.environment)
+    if manifest.progress.keys() == {field.name for field in fields(Progress)}:  # else of another version
+        _typed(Progress, manifest.progress)
+    return manifest
 
 
 def _typed(kind: type[_T], value: dict[str, Any]) -> _T:
@@ -228,8 +275,7 @@ def verify(checkpoint: str | Path) -> str:
         UserError: the checkpoint is incomplete or damaged; the error names the file.
     """
     checkpoint = to_path(checkpoint)
-    with in_use(checkpoint):
-        manifest = read_manifest(checkpoint)
+    with open_manifest(checkpoint) as manifest:
         check_contents(checkpoint, manifest)
     size = sum(record.size for record in manifest.files.values())
     return f"{checkpoint}: whole: step {manifest.step}, {len(manifest.files)} files, {size / 2**30:.2f} GiB"

@@ -14,21 +14,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp2kit.checkpoint.adapter import base_of, holds_adapter
+from fsdp2kit.checkpoint.adapter import base_of
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.hf import (
-    DTYPES,
-    MAX_SHARD_BYTES,
-    ExportPlan,
-    check_dtype,
-    into_files,
-    read_source,
-    reading,
-    run_export,
-)
-from fsdp2kit.checkpoint.manifest import Manifest
-from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
-from fsdp2kit.checkpoint.state import MODEL_PREFIX
+from fsdp2kit.checkpoint.export_plan import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, into_files
+from fsdp2kit.checkpoint.hf import write_export
+from fsdp2kit.checkpoint.keys import MODEL_PREFIX
+from fsdp2kit.checkpoint.reader import StoredTensors
+from fsdp2kit.checkpoint.source import CheckpointSource, open_source
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.files.remote import to_path
@@ -68,41 +60,30 @@ def merge_to_hf(
     Raises:
         UserError: the checkpoint holds no adapter, or the model is another one; else as `dcp_to_hf`.
     """
-    checkpoint = to_path(checkpoint)
-    given = to_path(config_dir) if config_dir else None
-    with reading(checkpoint, given) as own_config_dir:
-        plan = plan_merge(
-            checkpoint,
-            to_path(out),
-            dtype=dtype,
-            max_shard_bytes=max_shard_bytes,
-            config_dir=own_config_dir,
-            base=base,
-        )
-        run_export(plan)
+    directory = ExportDirectory(to_path(out).absolute())
+    with open_source(to_path(checkpoint), to_path(config_dir) if config_dir else None) as source:
+        plan = plan_merge(source, dtype=dtype, max_shard_bytes=max_shard_bytes, base=base)
+        write_export(plan, directory)
     return plan.describe_dtype()
 
 
 def plan_merge(
-    checkpoint: Path,
-    out: Path,
+    source: CheckpointSource,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    config_dir: Path | None = None,
     base: str | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `merge_to_hf`. Reads metadata only, and writes nothing."""
-    directory = ExportDirectory(out.absolute())
-    manifest, config_dir = read_source(checkpoint, config_dir)
-    if not holds_adapter(config_dir):
-        raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
-    base_dir = _find_base(config_dir, manifest, base)
-    model = model_on_meta(config_dir)
+    config_dir = source.config_dir
+    if not source.is_adapter:
+        raise UserError("--merge", f"{source.checkpoint} holds a whole model, and no adapter", "leave it out")
+    base_dir = _find_base(source, base)
+    model = source.model
     if model is None:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
         raise UserError(str(config_dir), what, "export the adapter, and merge it with peft's merge_and_unload")
-    parts = find_parts(model, checkpoint, manifest.environment if manifest else {}, base_dir)
+    parts = find_parts(model, source.checkpoint, source.environment, base_dir)
     dtype_from = "as asked for"
     if dtype is None:
         dtype = dtype_of(read_json_object(config_dir / "config.json"))
@@ -111,34 +92,32 @@ def plan_merge(
         dtype = usual_dtype_of(model, parts or base_dir)
         dtype_from = f"in which {base_dir} has most weights"
     check_dtype(dtype)
-    directory.check_replaceable(read=[base_dir, parts])
     with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):
         metas = forms_of(found)
     tensors = {name: metas[name] for name in model.state_dict() if name in metas}
     return ExportPlan(
-        checkpoint,
-        directory,
         config_dir,
         dtype,
         into_files(entries(model, tensors, DTYPES[dtype], parts=parts), max_shard_bytes),
-        manifest,
+        source,
         model,
-        reader=partial(_open_merged, checkpoint, config_dir, model, base_dir),
+        reader=partial(_open_merged, source, model, base_dir),
+        read=[base_dir, parts],
         dtype_from=dtype_from,
     )
 
 
-def _find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> Path:
+def _find_base(source: CheckpointSource, base: str | None) -> Path:
     """The directory of the model that a checkpoint's adapter was trained on.
 
     Args:
         base: where it is now; None: where it was.
     """
-    name = base_of(config_dir)
+    name = base_of(source.config_dir)
     if base is None and not name:
         raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
     found = find_hf_dir(str(base or name), key="--merge", with_weights=True)
-    trained_on = manifest.identity.get("model.weights") if manifest else None
+    trained_on = source.manifest.identity.get("model.weights") if source.manifest else None
     if trained_on is not None and trained_on != f"pretrained {weights_digest(found)}":
         what = f"{found} holds other weights than the adapter was trained on ({name})"
         raise UserError("--merge", what, "give the directory of that model: --merge DIR")
@@ -146,13 +125,11 @@ def _find_base(config_dir: Path, manifest: Manifest | None, base: str | None) ->
 
 
 @contextlib.contextmanager
-def _open_merged(
-    checkpoint: Path, config_dir: Path, model: PreTrainedModel, base_dir: Path
-) -> Iterator[MergedTensors]:
-    reader = SafeReader(checkpoint)
+def _open_merged(source: CheckpointSource, model: PreTrainedModel, base_dir: Path) -> Iterator[MergedTensors]:
+    reader = source.reader
     keys = {key.removeprefix(MODEL_PREFIX): key for key in reader.stored_tensors() if key.startswith(MODEL_PREFIX)}
-    adapted: Any = model_on_meta(config_dir)
-    inject(adapted, read_adapter_config(config_dir, "--merge"))
+    adapted: Any = model_on_meta(source.config_dir)
+    inject(adapted, read_adapter_config(source.config_dir, "--merge"))
     with (
         open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, files),
         converted(found, files) as base,

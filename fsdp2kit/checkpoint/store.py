@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.files.local import open_regular, sync
+from fsdp2kit.files.local import sync
 from fsdp2kit.files.remote import is_remote, to_path
 
 logger = logging.getLogger(__name__)
@@ -262,22 +262,8 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 @contextlib.contextmanager
-def in_use(checkpoint: Path) -> Iterator[None]:
-    """While this lasts, `deletable` says no, to whatever process asks; on a file system without locks, no promise.
-
-    The open manifest is locked (flock): the kernel releases the lock when the process ends, and several may hold it.
-    """
-    with contextlib.ExitStack() as stack:
-        if not is_remote(checkpoint):  # an object store has no locks
-            with contextlib.suppress(OSError):
-                stream = stack.enter_context(open_regular(checkpoint / MANIFEST))
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-
-
-@contextlib.contextmanager
 def deletable(checkpoint: Path) -> Iterator[bool]:
-    """Whether no process has the checkpoint `in_use`; while this lasts, none can begin to."""
+    """Whether no process has the checkpoint in use (`in_use` in `manifest`); while this lasts, none begins to."""
     if is_remote(checkpoint):
         yield True
         return

@@ -50,6 +50,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def replace_json(path: Path, value: dict[str, Any]) -> None:
+    """`replace_file` by a JSON object."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
 @contextlib.contextmanager
 def writing(place: Path, *, where: str) -> Iterator[None]:
     """Around what writes into a directory that the user chose: errors of the file system are the user's.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.checkpoint.from_hf import model_of, write_weights
+from fsdp2kit.checkpoint.keys import find_weights
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
-from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
 from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.transfer import MappingReader, Reader, WeightEntry, transfer

@@ -24,7 +24,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from fsdp2kit.checkpoint import hf
+from fsdp2kit.checkpoint import export_directory
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors, persistent_buffers
@@ -194,7 +194,7 @@ def export_on_full_disk(run_dir: Path) -> tuple[str, list[str]]:
     path = checkpoints.save(progress_at(1))
     fill_disk(run_dir)
     with pytest.raises(StorageFailure) as failure:
-        checkpoints.export(path)
+        checkpoints.run_export.export_due(progress_at(1), path, resumed=None, is_over=True, must_replace=True)
     dist.barrier()
     return str(failure.value), sorted(path.name for path in run_dir.iterdir())
 
@@ -207,11 +207,11 @@ def export_of_unreadable_manifest(run_dir: Path) -> list[str]:
     def fail(checkpoint: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    digest, lines = hf._manifest_digest, []
+    digest, lines = export_directory.manifest_digest, []
     for read in (fail, digest):
-        hf._manifest_digest = read
+        export_directory.manifest_digest = read
         try:
-            checkpoints.export(path)
+            checkpoints.run_export.export_due(progress_at(1), path, resumed=None, is_over=True, must_replace=True)
             lines.append("exported")
         except RunFailure as failure:
             lines.append(str(failure))

@@ -21,9 +21,8 @@ from transformers import LlamaForCausalLM
 
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
+from fsdp2kit.checkpoint.manifest import Manifest, check_contents, in_use, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.weights.record import find_ties
 from tests.checkpoint import helpers

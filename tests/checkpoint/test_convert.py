@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 
 from fsdp2kit.checkpoint import export_directory, from_hf, hf
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.export_plan import plan_export
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
-from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
+from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.source import open_source
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import load_whole
 from fsdp2kit.weights import safetensors_file, transfer
@@ -66,15 +68,19 @@ def test_an_export_is_the_model_cast(tmp_path: Path, checkpoint: Path, model: Pr
 def test_files_are_of_bounded_size_and_shared_between_ranks(
     tmp_path: Path, checkpoint: Path, model: PreTrainedModel
 ) -> None:
-    plan = plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
-    assert str(plan) == str(plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000))
-    begin_export(plan)
-    write_files(plan, rank=1, world_size=2)
-    with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
-        publish_export(plan)
-    assert not (tmp_path / "out").exists()
-    write_files(plan, rank=0, world_size=2)
-    publish_export(plan)
+    directory = ExportDirectory(tmp_path / "out")
+    with open_source(checkpoint, None) as source:
+        plans = [plan_export(source, dtype="float32", max_shard_bytes=8000) for _ in range(2)]
+        held = [{name: [str(file.forms), file.size] for name, file in plan.files.items()} for plan in plans]
+        assert held[0] == held[1]
+        plan = plans[0]
+        directory.begin(plan)
+        write_files(plan, directory.staging, rank=1, world_size=2)
+        with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
+            directory.publish(plan)
+        assert not (tmp_path / "out").exists()
+        write_files(plan, directory.staging, rank=0, world_size=2)
+        directory.publish(plan)
 
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())

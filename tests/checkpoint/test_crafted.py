@@ -16,6 +16,7 @@ from upath import UPath
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.adapter import RECORD
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.export_plan import ExportPlan
 from fsdp2kit.checkpoint.hf import ensure_export
 from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader
@@ -152,7 +153,7 @@ OUTSIDE = [
 ]
 
 
-def test_a_crafted_record_deletes_nothing_of_others() -> None:
+def test_a_crafted_record_deletes_nothing_of_others(tmp_path: Path) -> None:
     other: Any = UPath("memory://bucket/other/x")
     other.parent.mkdir(parents=True, exist_ok=True)
     other.write_text("theirs")
@@ -162,13 +163,13 @@ def test_a_crafted_record_deletes_nothing_of_others() -> None:
     names = [*OUTSIDE, "stale.json", 3, {}, None, ["a"]]
     (out / RECORD).write_text(json.dumps({"files": names, "digests": dict.fromkeys(OUTSIDE, "x")}))
     directory = ExportDirectory(to_path("memory://bucket/hf"))
-    directory.check_replaceable()
-    directory.begin(["new.json"])
-    (out / "new.json").write_text("ours")
-    directory.publish({"new.json"}, {})
+    (tmp_path / "config.json").write_text("{}")
+    plan = ExportPlan(tmp_path, "float32", {})
+    directory.begin(plan)
+    directory.publish(plan)
     assert other.read_text() == "theirs"
-    assert sorted(path.name for path in out.iterdir()) == [RECORD, "new.json"]
-    assert json.loads((out / RECORD).read_text())["files"] == ["new.json"]
+    assert sorted(path.name for path in out.iterdir()) == [RECORD, "config.json"]
+    assert json.loads((out / RECORD).read_text())["files"] == ["config.json"]
 
 
 @pytest.mark.timeout(60)

@@ -178,6 +178,22 @@ def test_what_is_not_an_export_is_left_alone(models: Path, pool: WorkerPool, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def too_large_for_float16(folder: Path, case: Case, out: Path) -> str:
+    model = build(case.config(folder, steps=1, rows=4)).model
+    with torch.no_grad():
+        model.get_submodule("model.norm").get_parameter("weight").fill_(1e6)
+    with pytest.raises(UserError) as caught:
+        export_model(model, out, dtype="float16")
+    return str(caught.value)
+
+
+def test_what_float16_does_not_hold_is_refused(models: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """The writer looks at the values, so shards must reach it in their own dtype: cast, they would be infinite."""
+    for line in pool.run(2, too_large_for_float16, models, Case("llama3", 2), tmp_path / "out"):
+        assert "model.norm.weight has values that float16 does not hold (the largest is 1e+06)" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def fail_on_one_rank(folder: Path, case: Case, out: Path, what: str) -> str:
     from fsdp2kit.job.distributed import rank
 

@@ -19,8 +19,11 @@ from upath import UPath
 
 from fsdp2kit.checkpoint import store
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.export_plan import plan_export
+from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
+from fsdp2kit.checkpoint.source import open_source
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import open_store
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
@@ -105,11 +108,13 @@ def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url
     out: Any = UPath(f"{url}/hf")
     assert ensure_export(path, out=out, dtype="float32")
     assert not ensure_export(path, out=out, dtype="float32")
-    plan = plan_export(path, out, dtype="float32", max_shard_bytes=8000, config_dir=_assets(tmp_path / "assets"))
-    begin_export(plan)
-    write_files(plan, rank=0, world_size=2)
-    with pytest.raises(RunFailure, match=r"model-00002-of-.*: was not written, or not whole"):
-        publish_export(plan)
+    directory = ExportDirectory(out)
+    with open_source(path, _assets(tmp_path / "assets")) as source:
+        plan = plan_export(source, dtype="float32", max_shard_bytes=8000)
+        directory.begin(plan)
+        write_files(plan, directory.staging, rank=0, world_size=2)
+        with pytest.raises(RunFailure, match=r"model-00002-of-.*: was not written, or not whole"):
+            directory.publish(plan)
     assert len(names(f"{url}/hf")) > 6  # the first export's files, and half of the second's
     assert ensure_export(path, out=out, dtype="float32")
     expected = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", ".fsdp2kit-export.json"}

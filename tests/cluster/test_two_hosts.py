@@ -30,7 +30,7 @@ WRITE = "fsdp2kit.checkpoint.checkpoints:save_tensors"
 COMPLETE = "fsdp2kit.checkpoint.checkpoints:Checkpoints.complete"
 PUBLISH = "fsdp2kit.checkpoint.store:CheckpointStore.publish"
 COLLECT = "fsdp2kit.checkpoint.background:BackgroundSave.collect"
-EXPORT = "fsdp2kit.checkpoint.hf:dcp_to_hf"
+EXPORT = "fsdp2kit.checkpoint.run_export:export_checkpoint"
 ASYNC = "checkpoint.async_save=true"
 
 Outcome = tuple[list[tuple[float, ...]], str]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit.checkpoint import checkpoints
+from fsdp2kit.checkpoint import run_export
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job.distributed import rank
@@ -150,7 +150,7 @@ def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path,
 def _killed_before_the_export(toml: str, overrides: Sequence[str]) -> None:
     """A run whose last checkpoint is written and whose export is not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "ensure_export", partial(_fail, "killed"))
+        patch.setattr(run_export, "export_checkpoint", partial(_fail, "killed"))
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(toml, overrides)
 

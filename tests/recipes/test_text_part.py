@@ -19,6 +19,7 @@ from transformers import AutoConfig, Gemma3ForConditionalGeneration
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.merge import plan_merge
+from fsdp2kit.checkpoint.source import open_source
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
@@ -222,7 +223,8 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
     text = fields["text_config"]
     for named in ({"torch_dtype": "float16"}, {"text_config": {**text, "dtype": "float16"}}, {}):
         (path / "config.json").write_text(json.dumps({**fields, **named}))
-        plan = plan_merge(tmp_path, tmp_path / "out", config_dir=path, base=str(path))
+        with open_source(tmp_path, path) as source:
+            plan = plan_merge(source, base=str(path))
         assert plan.dtype == ("float16" if named else "bfloat16")
 
 

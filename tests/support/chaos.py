@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp2kit.train.loop
-from fsdp2kit.checkpoint import hf
+from fsdp2kit.checkpoint import run_export
 from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
@@ -46,7 +46,7 @@ MARKS: tuple[tuple[str, Any, str], ...] = (
     ("rename", CheckpointStore, "publish"),
     ("retention", CheckpointStore, "retain"),
     ("retention", CheckpointStore, "sweep"),
-    ("export", hf, "dcp_to_hf"),
+    ("export", run_export, "export_checkpoint"),
     ("generate", TransformersEngine, "generate"),
     ("bucket", TransformersEngine, "load_weights"),
     ("reward", Scoring, "score"),
