@@ -146,10 +146,10 @@ def plan_export(
     if source.is_adapter:
         one_by_one = source.model is not None and names_experts(source.model, source.config_dir)
         found = adapter_entries(source.model, tensors, DTYPES[dtype], one_by_one=one_by_one)
-        files = {ADAPTER_WEIGHTS: ExportFile(found)}
     else:
         kept = manifest.in_float32(dtype) if manifest else ()
-        files = into_files(entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts), max_shard_bytes)
+        found = entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts)
+    files = {ADAPTER_WEIGHTS: ExportFile(found)} if source.is_adapter else into_files(found, max_shard_bytes)
     return ExportPlan(
         source.config_dir,
         dtype,

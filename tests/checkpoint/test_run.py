@@ -284,7 +284,7 @@ def test_an_export_and_checkpoints_do_not_lie_in_each_other(tmp_path: Path, plac
 def test_what_must_not_be_replaced_ends_no_run_before_its_end(tmp_path: Path) -> None:
     told: list[str] = []
     checkpoints = checkpoints_of(tmp_path / "run", export_hf="every", async_save=False)
-    checkpoints._tell = told.append
+    checkpoints.run_export._tell = told.append
     checkpoints.save(helpers.progress_at(3))
     (tmp_path / "run" / "hf" / "notes.txt").write_text("mine")
     checkpoints.save(helpers.progress_at(4))
