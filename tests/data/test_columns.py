@@ -113,7 +113,8 @@ METADATA |= {"sample_weight": None, "history": [], "tools": [], "images": [], "c
 def test_metadata_stops_no_run_and_is_named(kind: str, tokenizer) -> None:
     assert encode(kind, METADATA, tokenizer) == encode(kind, {}, tokenizer)
     how = DataConfig(format=kind)  # pyright: ignore[reportArgumentType]
-    unread = check_unread(*read_columns([Row({**ROWS[kind], **METADATA}, "x")], how), frozenset())
+    [row] = read_columns([Row({**ROWS[kind], **METADATA}, "x")], how)
+    unread = check_unread(row, frozenset())
     assert {"id", "source", "label", "weight"} <= {*unread}
     assert not {"lengths", "sample_weight", "tools", "images", *ROWS[kind]} & {*unread}, "what is empty is not named"
 
