@@ -19,7 +19,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import is_plain_name, load_json, open_regular, replace_json, sha256, sync_tree
 from fsdp2kit.files.redaction import cleaned
-from fsdp2kit.files.remote import is_remote, to_path
+from fsdp2kit.files.remote import to_path
 from fsdp2kit.job.progress import Progress
 from fsdp2kit.weights.recorded_parts import RecordedParts
 
@@ -134,7 +134,7 @@ def open_manifest(checkpoint: Path) -> Iterator[Manifest]:
     with contextlib.ExitStack() as opened:
         with _reading(checkpoint):
             stream = opened.enter_context(open_regular(checkpoint / MANIFEST))
-            _lock(stream, checkpoint)
+            _lock(stream)
             manifest = _parse(stream.read())
         yield manifest
 
@@ -148,14 +148,14 @@ def in_use(checkpoint: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
-            _lock(opened.enter_context(open_regular(checkpoint / MANIFEST)), checkpoint)
+            _lock(opened.enter_context(open_regular(checkpoint / MANIFEST)))
         yield
 
 
-def _lock(manifest: BinaryIO, checkpoint: Path) -> None:
-    if not is_remote(checkpoint):  # an object store has no locks
-        with contextlib.suppress(OSError):
-            fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
+def _lock(manifest: BinaryIO) -> None:
+    # An object store has no locks, and its files no descriptor.
+    with contextlib.suppress(OSError, TypeError):
+        fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
