@@ -40,7 +40,7 @@ LONGEST = (
     "planner/test_plan_tool.py",
     "parallel/test_lora.py",
     "job/test_signals.py",
-    "model/test_weights.py",
+    "weights/test_load.py",
     "recipes/test_lora.py",
     "checkpoint/test_chaos.py",
     "tools/test_bench.py",

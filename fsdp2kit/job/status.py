@@ -1,7 +1,7 @@
 """What this rank is doing: its step and phase, its place in the code, and how much of its time it waits.
 
 A change of phase is one assignment. A thread looks at the main thread's stack fifty times a second, to tell work from
-waiting in a collective. `failures` reports all of it to the other ranks.
+waiting in a collective. `lost_ranks` reports all of it to the other ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is known of a model's tensors, written down once: `weights_of(model)`.
 
-`fsdp2kit.model.build.build_model` writes it into the one attribute that fsdp2kit puts on a model. Whether a model has
-adapters, ties tensors, keeps some in float32 or is the text part of a checkpoint is asked here.
+`fsdp2kit.model.build.build_model` writes it into the one attribute in which fsdp2kit keeps what it knows of a model.
+Whether a model has adapters, ties tensors, keeps some in float32 or is the text part of a checkpoint is asked here.
 """
 
 from __future__ import annotations
