@@ -189,16 +189,6 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def open_checkpoint(checkpoint: Path, keys: Mapping[str, str]) -> Iterator[StoredTensors]:
-    """A reader of a checkpoint's tensors by their names in the model.
-
-    Args:
-        keys: name in the model → key in the checkpoint.
-    """
-    yield StoredTensors(SafeReader(checkpoint), keys)
-
-
 class StoredTensors(Reader):
     """Reads the tensors of the checkpoint that `reader` reads.
 

@@ -89,8 +89,7 @@ def _entries(
     model: PreTrainedModel, directory: Path, slices: Mapping[str, Any], *, allow_unexpected: bool
 ) -> list[WeightEntry]:
     """What `match_files` finds; missing and unexpected tensors are refused, and tied ones that are stored apart."""
-    metas = {name: _meta(piece, where=f"{directory}: {name}") for name, piece in slices.items()}
-    match = match_files(model, metas)
+    match = match_files(model, _Metas(directory, slices))
     names = base_tensors(model).keys()
     missing = names - find_ties(model).keys() - forms_of(match.entries).keys()
     kind = type(model).__name__
@@ -122,7 +121,7 @@ def _checked(
         return replace(entry, convert=partial(_convert_checked, entry, directory))
     ((name, form),) = entry.forms.items()
     source = next(iter(entry.sources.values()))
-    if name in ends and source.ndim and len(source) < len(form):
+    if name in ends and source.shape[1:] == form.shape[1:] and len(source) < len(form):
         return replace(entry, convert=partial(_complete, name, form))
     if name in stored:
         form = form.new_empty(stored[name])
@@ -146,11 +145,27 @@ def _complete(name: str, form: Tensor, tensors: dict[str, Tensor]) -> dict[str, 
     return {name: grown}
 
 
-def _meta(piece: Any, *, where: str) -> Tensor:
-    try:
-        return meta_of(piece)
-    except SafetensorError as error:
-        raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
+class _Metas(Mapping[str, Tensor]):
+    """Meta tensors like those in the files, each made when it is asked for: torch may lack the dtype of another."""
+
+    def __init__(self, directory: Path, slices: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> Tensor:
+        piece = self._slices[name]
+        try:
+            return meta_of(piece)
+        except (SafetensorError, RuntimeError) as error:
+            where = f"{self._directory}: {name}"
+            what = f"cannot be read as {piece.get_dtype()} ({error})"
+            raise UserError(where, what, "fetch the file again, or convert it to a dtype that torch has") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
 
 
 def _check_same(stored: Mapping[str, Any], one: str, other: str, *, where: str) -> None:

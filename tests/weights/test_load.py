@@ -17,13 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedMo
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
-from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.build import build_model, materialize, model_on_meta
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.weights.conversion import match_files, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.initialize import initialize
-from fsdp2kit.weights.load import load_pretrained
+from fsdp2kit.weights.load import load_pretrained, open_pretrained
 from fsdp2kit.weights.record import find_ties
 from fsdp2kit.weights.stored import INDEX_NAME
 from fsdp2kit.weights.transfer import MappingReader, transfer
@@ -184,6 +184,39 @@ def test_tensors_that_do_not_fit_are_named(changes: dict[str, Any], says: str | 
     save_file({name: one for name, one in tensors.items() if one is not None}, path / "model.safetensors")
     with nullcontext() if says is None else pytest.raises(UserError, match=says):
         _loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("unused", "says"), [(True, None), (False, r"norm\.weight: cannot be read as F6_E2M3")], ids=["unused", "used"]
+)
+def test_a_dtype_that_torch_lacks_matters_only_where_it_is_used(
+    unused: bool, says: str | None, tmp_path: Path
+) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    file = path / "model.safetensors"
+    name = "model.extra.weight" if unused else "model.norm.weight"
+    save_file({**load_file(file), name: torch.zeros(54, dtype=torch.uint8)}, file)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[name] |= {"dtype": "F6_E2M3", "shape": [72]}  # 72 numbers of 6 bits
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    model = _empty(path)
+    with nullcontext() if says is None else pytest.raises(UserError, match=says):
+        load_pretrained(model, path, allow_unexpected=True)
+
+
+@pytest.mark.parametrize("width", [1, 71])
+def test_a_short_embedding_is_completed_only_at_the_models_width(width: int, tmp_path: Path) -> None:
+    path = tiny_model_dir("llama3", tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.embed_tokens.weight"
+    save_file({**tensors, name: tensors[name][:-1, :width].contiguous()}, file)
+    says = rf"embed_tokens\.weight: stored with shape \[127, {width}\], but the model wants \[128, 72\]"
+    with pytest.raises(UserError, match=says), open_pretrained(model_on_meta(path), path, grow=True):
+        pass
 
 
 @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.999])
