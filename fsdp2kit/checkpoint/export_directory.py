@@ -233,12 +233,12 @@ class ExportDirectory:
 
 
 def _digest(path: Path) -> str:
-    """Of a file of weights, samples of each tensor are read: it may have many gigabytes."""
+    """The digest of a file. A file of weights may have many gigabytes, so samples of each tensor are read."""
     return weights_digest(path) if path.suffix == ".safetensors" else sha256(path)
 
 
 def manifest_digest(checkpoint: Path) -> str | None:
-    """Of a complete checkpoint, by which a record names it; None of any other."""
+    """The digest of a checkpoint's manifest, which an export's record holds; None if the checkpoint is incomplete."""
     return sha256(checkpoint / MANIFEST) if is_complete(checkpoint) else None
 
 

@@ -28,14 +28,13 @@ def stored_weights(reader: SafeReader, model: PreTrainedModel | None) -> tuple[d
     Args:
         model: None: the names are those of the keys.
     """
-    stored = reader.stored_tensors()
+    metas = reader.metas()
     if model is None:
-        keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
+        keys = {key.removeprefix(MODEL_PREFIX): key for key in metas if key.startswith(MODEL_PREFIX)}
     else:
         tied = find_ties(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        keys = find_weights(reader.directory, {key: one.size for key, one in stored.items()}, expected, tied=tied)
-    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+        keys = find_weights(reader.directory, {key: meta.shape for key, meta in metas.items()}, expected, tied=tied)
     return keys, {name: metas[key] for name, key in keys.items()}
 
 

@@ -114,6 +114,11 @@ class SafeReader(dcp.FileSystemReader):
         stored = self.read_metadata().state_dict_metadata
         return {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
 
+    def metas(self) -> dict[str, Tensor]:
+        """A meta tensor like every tensor in the checkpoint, whole, by key."""
+        stored = self.stored_tensors()
+        return {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
     """The default load planner, without the unpickling of objects; ``advance`` is called with the bytes of a read."""

@@ -1,4 +1,4 @@
-"""A run's Hugging Face export: when it is due, of which checkpoint, and what the user hears of it."""
+"""A run's Hugging Face export: when it is made, from which checkpoint, and which lines the user reads about it."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
 def _in_folder(source: Path) -> tuple[dict[str, Tensor], Reader]:
     """Meta tensors by key, and a reader of the tensors."""
     reader = SafeReader(source)
-    stored = reader.stored_tensors().items()
-    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored}
-    return metas, StoredTensors(reader)
+    return reader.metas(), StoredTensors(reader)
 
 
 def _in_file(source: Path) -> tuple[dict[str, Tensor], Reader]:
