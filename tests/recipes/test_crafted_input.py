@@ -86,7 +86,9 @@ def test_a_template_that_cannot_be_run_is_refused_in_a_line(
     (tmp_path / "t.jinja").write_text(template)
     options = ["mesh.cp=1", f"model.chat_template={tmp_path / 't.jinja'}"]
     assert preview.main([str(toml_for(model_dir, tmp_path)), *options]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    # Python 3.12 writes this itself where the stack ends within an audit hook, which filelock has.
+    printed = capsys.readouterr().err.replace("Exception ignored in audit hook", "")
+    [line] = printed.splitlines()
     assert line.startswith("error: ")
     assert f": the chat template {what}" in line
 
