@@ -376,9 +376,11 @@ def _time(name: str, config: TrainingConfig, *, warmup: int, world: World) -> di
     found = train_sides({"side": side}, rounds=steps - warmup, warmup=warmup, world=world)["side"]
     counts = count_model_flops(build_model(config.model, lora=config.lora))  # on meta
     loader, _ = read_data(config, dp_rank=0, dp_size=1)
-    batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
-    pairs = sum(micro.attention_pairs for micro in batches)
-    tokens = sum(found["input_tokens"])
+    batches = [loader.batch(index) for index in range(warmup, steps)]
+    pairs = sum(micro.attention_pairs for batch in batches for micro in batch)
+    # The batches' own: a side of transformers counts padding, too.
+    input_tokens = [sum(micro.input_tokens for micro in batch) for batch in batches]
+    tokens = sum(input_tokens)
     flops = flops_per_batch(counts, tokens=tokens, attention_pairs=pairs)
     seconds = sum(found["seconds"])
     peak = device_peak_flops(device)
@@ -391,7 +393,7 @@ def _time(name: str, config: TrainingConfig, *, warmup: int, world: World) -> di
         "mfu": None if peak is None else flops / seconds / peak,
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_cuda else None,
-        "input_tokens": found["input_tokens"],
+        "input_tokens": input_tokens,
         "losses": found["losses"],
     }
 
