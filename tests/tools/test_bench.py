@@ -197,7 +197,7 @@ def test_a_loans_results_become_tables(tmp_path: Path) -> None:
         <testcase classname="tests.gpu.test_first" name="test_runs[float8]" time="0">
         <skipped message="torchao is not | there"/></testcase>
         <testcase classname="tests.gpu.test_start" name="test_a" time="2">
-        <failure message="boom&#10;more"/></testcase>"""
+        <failure message="boom&#10;more"/></testcase><testcase time="0"/>"""
     suite = f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
     (tmp_path / "gpu-first.xml").write_text(suite, encoding="utf-8")
 
@@ -206,6 +206,7 @@ def test_a_loans_results_become_tables(tmp_path: Path) -> None:
     assert "| test_first::test_runs[Muon] | ok | 1.2 | loss 8.3 |" in lines
     assert "| test_first::test_runs[float8] | skipped | 0.0 | torchao is not / there |" in lines
     assert "| test_start::test_a | failure | 2.0 | boom |" in lines
+    assert not any("None" in line for line in lines)
     assert "| Llama | compiled | 0.5 |  |" in lines
     assert any(line.startswith("device: NVIDIA H200") for line in lines)
 

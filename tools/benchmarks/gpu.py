@@ -132,14 +132,7 @@ class Group(NamedTuple):
 # parameter. For 8B that is 128 GB, which leaves no room: its variants take less.
 _MOMENTS = ("8-bit moments", "bfloat16 parameters and moments", "moments on the host")
 _LORA = ["LoRA", "Trainer, LoRA", "LoRA, compiled", "QLoRA, compiled"]
-_FLOAT8 = ("float8 tensorwise", "float8 rowwise")
-
-
-def _with_float8(name: str) -> list[str]:
-    """A variant, compiled, and the same with each float8 recipe."""
-    return [", ".join([name, *recipe, "compiled"]) for recipe in ([], *([each] for each in _FLOAT8))]
-
-
+_FLOAT8 = ["float8 tensorwise, compiled", "float8 rowwise, compiled"]
 _SPEED = ["bfloat16, compiled", "Trainer, bfloat16, compiled", "bfloat16", "Trainer, bfloat16"]
 _RECOMPUTATION = ["selective recomputation, compiled", "selective recomputation", "full recomputation"]
 GROUPS: dict[str, Group] = {
@@ -147,8 +140,13 @@ GROUPS: dict[str, Group] = {
     "1b": Group("Llama-3.2-1B", None, 8192, [*_SPEED, *_RECOMPUTATION], steps=20),
     "3b": Group("Llama-3.2-3B", None, 8192, _SPEED, steps=20),
     "8b": Group("Llama-3.1-8B", 1, 8192, [f"selective recomputation, {name}" for name in _MOMENTS]),
-    "float8_3b": Group("Llama-3.2-3B", None, 8192, _with_float8("bfloat16"), steps=20),
-    "float8_8b": Group("Llama-3.1-8B", None, 8192, _with_float8(f"selective recomputation, {_MOMENTS[1]}")),
+    "float8_3b": Group("Llama-3.2-3B", None, 8192, ["bfloat16, compiled", *_FLOAT8], steps=20),
+    "float8_8b": Group(
+        "Llama-3.1-8B",
+        None,
+        8192,
+        [f"selective recomputation, {_MOMENTS[1]}, {name}" for name in ("compiled", *_FLOAT8)],
+    ),
     "moe": Group(
         "Qwen3-30B-A3B, 8 layers", 4, 4096, ["bfloat16, compiled", "bfloat16", "Trainer, bfloat16"], steps=20
     ),
@@ -272,7 +270,7 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
         return f"{missing[0]} is not installed"
     if device.type == "cpu" and "compiled" in parts:
         return "compiled variants are for a device"
-    is_float8 = any(part in _FLOAT8 for part in parts)
+    is_float8 = any(part.startswith("float8") for part in parts)
     if device.type == "cuda" and is_float8 and torch.cuda.get_device_capability(device) < (8, 9):
         return "the device has no float8 matmuls"
     return None
