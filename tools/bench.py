@@ -9,7 +9,7 @@ python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole
 [torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
 torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
 python tools/bench.py gpu [--device cpu --dry-run]
-python tools/bench.py report FOLDER
+python tools/bench.py report FOLDER [FOLDER …]     # several, e.g. before and after: side by side
 
 bench.py COMMAND --help lists the options of one.
 """
@@ -23,7 +23,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -66,8 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         show(__doc__)
         return 0
     name = "peers" if words[0].startswith("-") else words.pop(0)
-    if name == "report" and len(words) == 1:
-        show("\n".join(report_lines(user_path(words[0]))))
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `tools` is no installed package
+    if name == "report" and words:
+        folders = [user_path(word) for word in words]
+        for folder in folders:
+            if not folder.is_dir():
+                show(f"error: report: {folder} is no folder; name one that `make gpu` has filled", file=sys.stderr)
+                return 2
+        show("\n".join(report_lines(*folders)))
         return 0
     if name not in COMMANDS:
         show(f"error: {name!r} is none of {', '.join(COMMANDS)}, report FOLDER", file=sys.stderr)
@@ -78,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # `tools` is no installed package
     from tools.benchmarks.harness import measure
 
     bench = getattr(importlib.import_module(f"tools.benchmarks.{COMMANDS[name]}"), f"bench_{name}")
@@ -162,12 +167,22 @@ def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
 
 def result_lines(result: dict[str, Any]) -> list[str]:
     """A result as Markdown: its table, notes, checks and provenance."""
-    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
+    return [*_table(result["rows"]), *_about(result)]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows as Markdown, without their lists."""
+    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], list)))
     lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
-    for row in result["rows"]:
+    for row in rows:
         lines.append("| " + " | ".join(_cell(key, row[key]) if key in row else "" for key in columns) + " |")
+    return lines
+
+
+def _about(result: dict[str, Any]) -> list[str]:
+    """What stands below a table: notes, checks and provenance."""
     checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
-    lines += ["", *result.get("notes", []), *checks]
+    lines = ["", *result.get("notes", []), *checks]
     if source := result.get("provenance"):
         git = source["git"]
         ranks = f"{source['world_size']} ranks; load average {source['load_average']}"
@@ -178,22 +193,58 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report_lines(folder: Path) -> list[str]:
-    """What `make gpu` left in a folder as Markdown: a table of every result, and of every test that was run."""
+def report_lines(*folders: Path) -> list[str]:
+    """What `make gpu` left in folders as Markdown: a table of every result, and of every test that was run.
+
+    Of several folders the rows of the same name stand beneath each other, in the order of the folders.
+    """
+    names = [folder.name for folder in folders]
+    runs = dict(zip(names if len(set(names)) == len(names) else map(str, folders), folders, strict=True))
     lines: list[str] = []
-    for file in sorted(folder.glob("*.xml")):
-        lines += [f"## {file.stem}", "", "| test | outcome | seconds | |", "| --- | --- | --- | --- |"]
-        for case in ElementTree.parse(file).iter("testcase"):
-            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-            problem = next((found for found in case if found.tag in ("failure", "error", "skipped")), None)
-            outcome, why = ("ok", "") if problem is None else (problem.tag, problem.get("message", ""))
-            why = why.partition("\n")[0] or ", ".join(
-                f"{p.get('name')} {p.get('value')}" for p in case.iter("property")
-            )
-            lines.append(f"| {name} | {outcome} | {float(case.get('time', 0)):.1f} | {why.replace('|', '/')} |")
-        lines.append("")
-    for file in sorted(folder.glob("*.json")):
-        lines += [f"## {file.stem}", "", *result_lines(json.loads(file.read_text(encoding="utf-8"))), ""]
+    for run, folder in runs.items():
+        for file in sorted(folder.glob("*.xml")):
+            lines += [f"## {file.stem}{f' ({run})' if len(runs) > 1 else ''}", "", *_test_lines(file), ""]
+    for stem in sorted({file.stem for folder in folders for file in folder.glob("*.json")}):
+        files = {run: folder / f"{stem}.json" for run, folder in runs.items()}
+        results = {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items() if file.is_file()}
+        lines += [f"## {stem}", "", *_result_lines_of(results, named=len(runs) > 1), ""]
+    return lines
+
+
+def _test_lines(file: Path) -> list[str]:
+    """The tests of a JUnit file as Markdown."""
+    lines = ["| test | outcome | seconds | |", "| --- | --- | --- | --- |"]
+    for case in ElementTree.parse(file).iter("testcase"):
+        if case.get("name") is None:  # pytest-xdist leaves it of a test that was running when time was up
+            continue
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        problem = next((found for found in case if found.tag in ("failure", "error", "skipped")), None)
+        outcome, why = ("ok", "") if problem is None else (problem.tag, problem.get("message", ""))
+        why = why.partition("\n")[0] or ", ".join(f"{p.get('name')} {p.get('value')}" for p in case.iter("property"))
+        lines.append(f"| {name} | {outcome} | {float(case.get('time', 0)):.1f} | {why.replace('|', '/')} |")
+    return lines
+
+
+def _result_lines_of(results: dict[str, dict[str, Any]], *, named: bool) -> list[str]:
+    """A benchmark's results by run as Markdown.
+
+    Args:
+        named: whether to say which run a row is of.
+    """
+    from tools.benchmarks.shares import share_lines
+
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run, result in results.items():
+        for row in result["rows"]:
+            key = (row["model"], row["variant"]) if "variant" in row else (next(iter(row.values())),)
+            alike.setdefault(key, []).append({"run": run, **row} if named else row)
+    rows = [row for same in alike.values() for row in same]
+    others = [row for row in rows if "kernels" not in row]
+    lines = _table(others) if others else []
+    if len(others) < len(rows):
+        lines += [*([""] if others else []), *share_lines({run: result["rows"] for run, result in results.items()})]
+    for run, result in results.items():
+        lines += [*(["", f"{run}:"] if named else []), *_about(result)]
     return lines
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_dry_run_measures_memory(world: World) -> None:
-    *_, result = bench_gpu(world, groups=("small", "3b"), dry_run=True)
+    *_, result = bench_gpu(world, groups=("small", "3b", "moe"), dry_run=True)
 
     assert "bfloat16, compiled" in [row["variant"] for row in result["rows"]]
     for row in (row for row in result["rows"] if "error" not in row):
@@ -27,3 +27,4 @@ def test_a_profile_sees_the_devices_kernels(world: World) -> None:
     assert found["matmul"] > 0
     assert found["optimizer"] > 0
     assert 0 <= found["idle"] < 1
+    assert {kernel["kind"] for kernel in found["kernels"]} == {"copies", "elementwise and others"}
