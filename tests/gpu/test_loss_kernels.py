@@ -67,7 +67,7 @@ def test_a_head_alone_is_trained(world: World) -> None:
 def test_faster_ways_agree_with_float64(
     ways: str, dtype: torch.dtype, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Chunks of 200 rows, of 200 and of 101, and one of a single row. A CPU has neither way and keeps the plain one."""
+    """In chunks of 200 rows, 101 rows, and one row. A CPU has neither way and keeps the plain one."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device, dtype).requires_grad_()
     kernels = LossKernels(compiles=True)
