@@ -43,13 +43,15 @@ def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     logits = wide[0] @ wide[1].T
     logits = logits + (F.linear(hidden, weight).detach().double() - logits.detach())
     loss = F.cross_entropy(logits, labels, reduction="sum")
-    return loss.detach(), *torch.autograd.grad(loss, wide)
+    of_hidden, of_weight = torch.autograd.grad(loss, wide)
+    return loss.detach(), of_hidden, of_weight
 
 
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The same by `over_chunks`, seven rows at a time."""
     loss = over_chunks(cross_entropy, hidden, labels, [weight], rows=ROWS, **options)[0]
-    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), of_hidden, of_weight
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
