@@ -179,6 +179,33 @@ def float32_norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
+def has_float32_products(tensor: Tensor) -> bool:
+    """Whether `float32_product` and `add_float32_product` take this tensor: 16 bits on CUDA.
+
+    torch has these operators from 2.11 on (`mm.dtype`, `addmm.dtype_out`), for NVIDIA's devices alone.
+    """
+    return tensor.is_cuda and torch.version.hip is None and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` of 16-bit matrices, float32: the sums are never rounded to 16 bits."""
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def add_float32_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add ``left @ right`` of 16-bit matrices to ``total``, float32, in place and without another tensor."""
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def vary_in_rows(*tensors: Tensor) -> None:
+    """Have torch.compile make one graph for any number of rows, two at least; no public name tells it.
+
+    Call it with the tensors before each call of what is compiled.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -15,13 +15,37 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdp2kit.torch_compat import add_float32_product, float32_product
+
 # Bytes of float32 logits alive at once. CUDA wants larger matmuls than a CPU's caches do.
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 
 
-def rows_at_once(device: torch.device, *, vocabulary: int) -> int:
-    """Tokens in a chunk: as many as the device's share of memory for float32 logits holds, one at least."""
-    return max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+def rows_at_once(device: torch.device, *, vocabulary: int, narrow: bool = False) -> int:
+    """Tokens in a chunk: as many as the device's share of memory for float32 logits holds, one at least.
+
+    Args:
+        narrow: whether `Kernels.loss` is used. Its 16-bit logits and their gradient take 4 bytes a logit. Float32
+            logits and their gradient in 16 bits take 6, so the same memory holds 3/2 as many rows.
+    """
+    share = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+    if narrow:
+        share = share * 3 // 2
+    return max(1, share // (4 * vocabulary))
+
+
+class Kernels(NamedTuple):
+    """What a device has in place of `over_chunks`' own operations; by default nothing."""
+
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Takes 16-bit logits ``[n, V]`` with n ≥ 2 and labels ``[n]``. Returns what `cross_entropy` returns, with the
+    gradient in the logits' dtype."""
+    adds_products: Callable[[Tensor, Tensor], bool] | None = None
+    """Whether `float32_product` and `add_float32_product` take a chunk's gradient of the logits ``[n, V]`` and its
+    hidden states ``[n, H]``."""
+
+
+PLAIN = Kernels()
 
 
 class OfChunk(Protocol):
@@ -93,6 +117,7 @@ def over_chunks(
     rows: int,
     own: Callable[[Tensor], Tensor] | None = None,
     summed: bool = True,
+    kernels: Kernels = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Run ``of_chunk`` on the logits of N tokens, chunk by chunk.
 
@@ -104,13 +129,15 @@ def over_chunks(
         own: from hidden states ``[n, H]`` to logits ``[n, V]``. By default logits are ``hidden @ weightᵀ``.
         summed: whether the first value is summed. Its gradients are then computed in the same pass, and backward only
             scales them. Otherwise each token has a factor that only backward knows: it computes the logits again.
+        kernels: what to use where logits are ``hidden @ weightᵀ``. ``kernels.loss`` takes the place of ``of_chunk``
+            wherever gradients without factors are computed.
 
     Returns:
         The sum of the first value, a float32 scalar, or that value of each token, float32 ``[N]``: differentiable in
         ``hidden`` and ``parameters``. Then all values, detached, float32 ``[N, k]``.
     """
     # Asked here: within an autograd function's forward it is always off.
-    how = _How(of_chunk, rows, own, summed, is_grad_enabled=torch.is_grad_enabled())
+    how = _How(of_chunk, rows, own, summed, kernels, is_grad_enabled=torch.is_grad_enabled())
     return _OverChunks.apply(how, hidden, labels, *parameters)
 
 
@@ -121,6 +148,7 @@ class _How(NamedTuple):
     rows: int
     own: Callable[[Tensor], Tensor] | None
     summed: bool
+    kernels: Kernels
     is_grad_enabled: bool
 
 
@@ -200,21 +228,36 @@ class _Pass:
         """A chunk of a head whose logits are ``hidden @ weightᵀ``."""
         chunk = self.hidden[part]
         weight = self.parameters[0]
-        values, slope = self._ask(F.linear(chunk, weight).float(), part)
+        values, slope = self._loss_of_linear(chunk, weight, part)
         if slope is None:
             return values
-        slope = slope.to(weight.dtype)
-        of_hidden, of_weight = self.gradients
-        if of_hidden is not None:
-            torch.mm(slope, weight, out=of_hidden[part])
-        if of_weight is None:
-            if self.trained[1]:
-                self.gradients[1] = self._widened(slope.t() @ chunk)
-        elif weight.dtype == torch.float32:
-            of_weight.addmm_(slope.t(), chunk)
-        else:
-            of_weight.add_(slope.t() @ chunk)
+        if self.gradients[0] is not None:
+            torch.mm(slope, weight, out=self.gradients[0][part])
+        if self.trained[1]:
+            self.gradients[1] = self._with_product(self.gradients[1], slope, chunk)
         return values
+
+    def _loss_of_linear(self, chunk: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """A chunk's values, and the gradient of the first one with respect to the logits, of the weight's dtype."""
+        kernel = self.how.kernels.loss
+        # `torch.compile` makes other code for one row.
+        if kernel is not None and self.wants_slope and self.factors is None and len(chunk) > 1:
+            return kernel(F.linear(chunk, weight), self.labels[part])
+        values, slope = self._ask(F.linear(chunk, weight).float(), part)
+        return values, None if slope is None else slope.to(weight.dtype)
+
+    def _with_product(self, total: Tensor | None, slope: Tensor, chunk: Tensor) -> Tensor:
+        """``total``, the weight's gradient of the chunks before, and with it this chunk's ``slopeᵀ @ chunk``."""
+        adds_products = self.how.kernels.adds_products
+        if self._is_one_of_several and adds_products is not None and adds_products(slope, chunk):
+            if total is None:
+                return float32_product(slope.t(), chunk)
+            return add_float32_product(total, slope.t(), chunk)
+        if total is None:
+            return self._widened(slope.t() @ chunk)
+        if slope.dtype == torch.float32:
+            return total.addmm_(slope.t(), chunk)
+        return total.add_(slope.t() @ chunk)
 
     def _own(self, own: Callable[[Tensor], Tensor], part: slice) -> Tensor:
         """A chunk of a head that computes its logits itself: autograd knows how."""
@@ -242,4 +285,9 @@ class _Pass:
 
     def _widened(self, gradient: Tensor) -> Tensor:
         """Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them."""
-        return gradient.float() if len(self.hidden) > self.how.rows else gradient
+        return gradient.float() if self._is_one_of_several else gradient
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        """Whether there is more than one chunk."""
+        return len(self.hidden) > self.how.rows

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fsdp2kit.model.head_chunks import (
+    Kernels,
     OfChunk,
     cross_entropy,
     cross_entropy_and_entropy,
@@ -30,6 +31,7 @@ from fsdp2kit.model.head_chunks import (
     rows_at_once,
 )
 from fsdp2kit.model.inspect import backbone_name, inspect_model
+from fsdp2kit.model.loss_kernels import LossKernels
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
@@ -38,7 +40,7 @@ FORWARDS = ("on_head", "target_states")
 """Methods of a `LossModel` for ``register_fsdp_forward_method``: they read parameters of the root's unit."""
 
 
-def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None:
+def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None, compiles: bool = False) -> None:
     """Make ``model`` a `LossModel` and its output head a `LossHead`, in place, once; parameters keep their names.
 
     Their classes get these as a base, as `fully_shard` makes a module an `FSDPModule`.
@@ -46,6 +48,7 @@ def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None
     Args:
         model: a transformers causal language model, before `fully_shard`.
         own_head: whether logits are more than ``hidden @ weightᵀ``; by default a small copy is asked.
+        compiles: whether a cross-entropy on CUDA may be compiled.
     """
     if isinstance(model, LossModel):
         return
@@ -57,6 +60,7 @@ def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None
         kind = type(module)
         module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     head.own = own
+    head.kernels = LossKernels(compiles=compiles)
     head.read = [head]
     if own_head:  # some models have layers between their base and the head
         backbone = backbone_name(model)
@@ -81,6 +85,8 @@ class LossHead(nn.Module):
     weight: Tensor
     own: Callable[[Tensor], Tensor] | None
     """From hidden states ``[n, H]`` to logits ``[n, V]``; None: they are ``hidden @ weightᵀ``."""
+    kernels = LossKernels()
+    """The device's faster ways; `attach_loss` gives each head its own."""
     read: list[nn.Module]
     """The modules whose parameters make logits."""
 
@@ -106,10 +112,16 @@ class LossHead(nn.Module):
         if self.own is not None:
             read = dict.fromkeys(p for module in self.read for p in module.parameters())
             parameters = [parameter for parameter in read if parameter.requires_grad]
-        rows = rows_at_once(hidden.device, vocabulary=len(self.weight) + beside)
         # Units may return another dtype than they compute in.
         hidden = hidden.to(self.weight.dtype)
-        return over_chunks(of_chunk, hidden, labels, parameters, rows=rows, own=self.own, summed=summed)
+        learns = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        is_plain = of_chunk is cross_entropy and summed and self.own is None and learns
+        loss = self.kernels.compiled_loss(hidden, self.weight, labels) if is_plain else None
+        rows = rows_at_once(hidden.device, vocabulary=len(self.weight) + beside, narrow=loss is not None)
+        kernels = Kernels(loss, self.kernels.adds_products)
+        return over_chunks(
+            of_chunk, hidden, labels, parameters, rows=rows, own=self.own, summed=summed, kernels=kernels
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits ``[n, V]`` of hidden states ``[n, H]``, while the head's parameters are gathered."""

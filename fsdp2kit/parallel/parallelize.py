@@ -39,7 +39,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         UserError: float8 or Liger's kernels are not available.
     """
     layers = decoder_layers(model)
-    attach_loss(model, own_head=plan.own_head)
+    attach_loss(model, own_head=plan.own_head, compiles=plan.compile.enabled)
     # 1. Changes to the computation itself come first, so that all later steps wrap the final one.
     with agreement():
         if plan.activation_checkpointing.mode == "selective":

@@ -22,10 +22,16 @@ def loss_saved(step: StepMemory) -> tuple[int, int]:
 
 
 def chunk_of_logits(step: StepMemory) -> tuple[int, int, int]:
-    """Rows of a chunk of logits, the bytes of the logits in float32, and those of their gradient where it is cast."""
+    """Rows of a chunk of logits, the bytes of the logits, and those of their gradient where it is another tensor.
+
+    Logits are float32, but for those of a compiled cross-entropy on CUDA.
+    """
     device = torch.device(step.plan.device_type or "cuda")
-    rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
-    return rows, 4 * rows * step.vocabulary, rows * step.vocabulary * (step.compute if step.compute != 4 else 0)
+    is_16_bits = device.type == "cuda" and step.compute == 2 and not step.plan.own_head
+    is_compiled = is_16_bits and step.plan.compile.enabled and not step.log_probs
+    rows = min(rows_at_once(device, vocabulary=step.vocabulary, narrow=is_compiled), step.tokens)
+    logits = rows * step.vocabulary * (step.compute if is_compiled else 4)
+    return rows, logits, rows * step.vocabulary * (step.compute if step.compute != 4 else 0)
 
 
 def slope_bytes(step: StepMemory, total: int) -> tuple[int, int]:
@@ -41,10 +47,13 @@ def slope_bytes(step: StepMemory, total: int) -> tuple[int, int]:
         later = 0 if is_only else total + _own_slope_bytes(step, min(rows, step.tokens - rows), product)
         most = max(_own_slope_bytes(step, rows, product), later)
         return most, most
-    before = 0 if is_only else total
-    adds = product if not is_only and step.compute != 4 else 0
     made = logits if step.log_probs else cast  # softmax makes another tensor there
-    return logits + made + before, (cast or logits) + adds + total
+    # The sum of the chunks' gradients stays from the first chunk on.
+    later = 0 if is_only else (logits + made) * min(rows, step.tokens - rows) // rows + total
+    # On CUDA the product adds to the sum of the chunks before; elsewhere a cast one is another tensor.
+    on_cuda = (step.plan.device_type or "cuda") == "cuda"
+    adds = product if not is_only and step.compute != 4 and not on_cuda else 0
+    return max(logits + made, later), (cast or logits) + adds + total
 
 
 def _own_slope_bytes(step: StepMemory, rows: int, product: int) -> int:

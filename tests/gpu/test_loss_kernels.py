@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.job.distributed import World
-from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
+from fsdp2kit.model.head_chunks import Kernels, cross_entropy, over_chunks, rows_at_once
+from fsdp2kit.model.loss_kernels import LossKernels
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.support.cases import Case, run_case
 from tests.support.models import make_batches, tiny_model_dir
@@ -59,6 +60,33 @@ def test_a_head_alone_is_trained(world: World) -> None:
     (found,) = torch.autograd.grad(loss, weight)
     (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ways", ["products", "compiled", "both"])
+def test_faster_ways_agree_with_float64(
+    ways: str, dtype: torch.dtype, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In chunks of 200 rows, 101 rows, and one row. A CPU has neither way and keeps the plain one."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device, dtype).requires_grad_()
+    kernels = LossKernels(compiles=True)
+    for rows in (501, 401):
+        hidden = torch.randn(rows, WIDTH, generator=generator).mul_(WIDTH**-0.5).to(world.device, dtype)
+        hidden.requires_grad_()
+        labels = torch.randint(VOCABULARY, (rows,), generator=generator).to(world.device)
+        loss = kernels.compiled_loss(hidden, weight, labels) if ways != "products" else None
+        assert (loss is not None) == (world.device.type == "cuda" and ways != "products")
+        chosen = Kernels(loss, kernels.adds_products if ways != "compiled" else None)
+        found = over_chunks(cross_entropy, hidden, labels, [weight], rows=200, kernels=chosen)[0]
+        gradients = torch.autograd.grad(found, (hidden, weight))
+
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+        expected = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+        assert found.item() == pytest.approx(expected.item(), rel=1e-3)
+        for mine, other in zip(gradients, torch.autograd.grad(expected, exact), strict=True):
+            assert (mine - other).norm() <= 1e-2 * other.norm()
+    assert not caplog.records, "each way passed its own comparison"
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3"])

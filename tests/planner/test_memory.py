@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.job import distributed
 from fsdp2kit.job.distributed import local_part
+from fsdp2kit.model import head_chunks
 from fsdp2kit.model.build import build_model
+from fsdp2kit.model.head_chunks import Kernels, over_chunks, rows_at_once
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import RankBatches, Sharded
@@ -26,6 +29,7 @@ from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.rollouts import kv_cache_bytes
+from fsdp2kit.torch_compat import FakeTensorMode
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.planner.helpers.models import (
     LLAMA2_7B,
@@ -263,6 +267,39 @@ def test_formulae_agree_with_the_trace(name: str) -> None:
     sections = {**sections, "mesh": {**sections.get("mesh", {}), "ep": sections.get("ep", 1)}}
     sections.pop("ep", None)
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
+
+
+def _fake_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What a compiled cross-entropy allocates."""
+    return logits.new_empty(len(logits), 1, dtype=torch.float32), torch.empty_like(logits)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [700, 1200, 8192])  # Llama's 128,256 words: 1,046 rows to a chunk, compiled 1,569
+def test_the_loss_on_cuda_takes_what_is_planned(tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"data": {"seq_len": tokens}, "compile": {"enabled": compiled}}
+    plan = planned(config_of({**LLAMA_8B, "num_hidden_layers": 1}, **sections), device_type="cuda")
+    (formula,) = [
+        moment.bytes["loss"] for moment in plan.moments if (moment.phase, moment.where) == ("forward", "loss")
+    ]
+
+    vocabulary, width = LLAMA_8B["vocab_size"], LLAMA_8B["hidden_size"]
+    monkeypatch.setattr(head_chunks, "float32_product", lambda left, right: torch.empty(len(left), right.shape[1]))
+    monkeypatch.setattr(head_chunks, "add_float32_product", lambda total, left, right: total)
+    rows = rows_at_once(torch.device("cuda"), vocabulary=vocabulary, narrow=compiled)
+    kernels = Kernels(_fake_loss if compiled else None, lambda slope, chunk: True)
+    with FakeTensorMode() as fake:
+        hidden, weight = (
+            torch.empty(size, width, dtype=torch.bfloat16, requires_grad=True) for size in (tokens, vocabulary)
+        )
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with StepAllocations(fake, vocabulary=vocabulary) as allocations:
+            allocations.mark([hidden, weight, labels], "inputs")
+            allocations.start()
+            over_chunks(head_chunks.cross_entropy, hidden, labels, [weight], rows=rows, kernels=kernels)
+            found = by_category(allocations.peak())["loss"]
+
+    assert formula == pytest.approx(found, rel=1e-3)
 
 
 REWARDS = {"reward": [{"function": "a:b"}], "data": {"path": "x", "seq_len": 512}}

@@ -9,5 +9,5 @@ class CompileConfig(Section):
     """torch.compile."""
 
     enabled: bool = False
-    """Compile each decoder layer: the first step takes minutes, the others less time and memory. torch caches the
-    compiled code in TORCHINDUCTOR_CACHE_DIR."""
+    """Compile each decoder layer, and on CUDA a cross-entropy in 16 bits: the first step takes minutes, the others
+    less time and memory. torch caches the compiled code in TORCHINDUCTOR_CACHE_DIR."""
