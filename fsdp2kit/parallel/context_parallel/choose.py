@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fsdp2kit.parallel.context_parallel.batch import (
     unknown_kinds,
 )
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
+from fsdp2kit.parallel.context_parallel.flash import choose_flash
 from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
@@ -37,12 +39,12 @@ Obstacle = tuple[str, str]
 
 
 def choose_path(
-    config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, cp: int, device_type: str
+    config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, cp: int, device_type: str | None
 ) -> AttentionPath:
     """The path that the config asks for, or the best one where it says "auto".
 
     Args:
-        device_type: where attention will run.
+        device_type: where attention will run; None: not known, and the method is chosen as for a CPU.
     """
     recurrent = plan_recurrent(config, model, traits, cp=cp)
     method, reason = _choose_method(config, model, traits, cp=cp, recurrent=recurrent) if cp > 1 else (None, "")
@@ -59,7 +61,7 @@ def choose_path(
         key = ("borders", recurrent > 0)
         if what := traits.no_small_copy or traits.once(key, lambda small: _find_lost_borders(small, path)):
             raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
-    return path
+    return replace(path, flash=choose_flash(config, model, path, cp=cp, device_type=device_type))
 
 
 def _choose_method(
@@ -129,7 +131,7 @@ def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
 
 
 def _local_kernel(
-    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str, recurrent: int
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str | None, recurrent: int
 ) -> tuple[str, str]:
     """What computes attention over whole sequences, and why."""
     if (asked := config.model.attention) != "auto":
