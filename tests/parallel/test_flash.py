@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,11 @@ def test_a_package_that_does_not_load_is_refused(error: Exception, says: str, pa
         try_flash(FA3, device=CUDA)
 
 
+def test_a_trial_of_nothing_is_a_refusal(package: Package) -> None:
+    with pytest.raises(UserError, match="cannot be tried"):
+        try_flash(replace(FA3, shapes=()), device=CUDA)
+
+
 def test_what_a_kernel_raises_is_a_refusal(package: Package) -> None:
     def fails(*_: Any, **options: Any) -> Any:
         raise AssertionError("head_dim 16")
@@ -329,5 +335,5 @@ def test_a_window_is_tried_at_a_length_that_documents_exceed() -> None:
 
 def test_cudnn_is_refused_with_the_reason() -> None:
     values = {"recipe": "none", "model": {"path": "/x", "kernel": "cudnn"}}
-    with pytest.raises(UserError, match=r"model\.kernel: 'cudnn' is not accepted: .*cuDNN.*torch 2\.13"):
+    with pytest.raises(UserError, match=r"model\.kernel: 'cudnn' is not accepted: torch 2\.13 .*cuDNN.*wrong results"):
         load_config(TrainingConfig, values, source="x.toml")

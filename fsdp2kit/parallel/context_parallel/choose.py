@@ -23,8 +23,7 @@ from fsdp2kit.parallel.context_parallel.batch import (
     unknown_kinds,
 )
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
-from fsdp2kit.parallel.context_parallel.flash import choose_flash
-from fsdp2kit.parallel.context_parallel.kernels import takes_width
+from fsdp2kit.parallel.context_parallel.flash import choose_flash, odd_widths
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import plan_recurrent, try_recurrent
@@ -147,19 +146,13 @@ def _local_kernel(
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
-    widths = {_head_width(module) for module in model.modules()}
-    if device_type == "cuda" and (unknown := [str(width) for width in sorted(widths) if not takes_width(width)]):
-        return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(unknown)}"
+    if device_type == "cuda" and (odd := odd_widths(model)):
+        return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(map(str, odd))}"
     dropout = value_of(model.config.get_text_config(), "attention_dropout")
     unknown = unknown_kinds(model.config, recurrent=bool(find_recurrent(model)))
     if dropout or unknown or not _suits(traits, pack=config.data.pack, recurrent=recurrent):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
-
-
-def _head_width(module: nn.Module) -> int:
-    """The width of an attention module's query heads; 0 for other modules."""
-    return value_of(module, "qk_head_dim") or value_of(module, "head_dim") or 0
 
 
 def _masks_every_row(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import attention as torch_attention
 from transformers import PreTrainedModel
 
@@ -104,32 +104,37 @@ def choose_flash(
         UserError: it asks for one that cannot compute the model's attention.
     """
     asked = config.model.kernel
-    shapes = head_shapes(model, path.method, cp=cp) if path.kernel == VARLEN else ()
     if asked != "auto":
-        _check_asked(config, path, shapes, device_type=device_type)
+        _check_asked(config, model, path, device_type=device_type)
         flash = _FLASH[asked]
         reason = "as asked for"
-    elif device_type == "cuda" and shapes and _is_taken(config, shapes):
+    elif device_type == "cuda" and path.kernel == VARLEN and not _is_plain(config, model):
         active = torch_attention.current_flash_attention_impl()
         flash = _BY_IMPL.get(active) or _Flash(str(active), active)
         reason = "auto: active in this process" if active else "auto"
     else:
         return None
-    windows = {
-        None if window is None else max(2, min(window, _WINDOW)) for window in layer_windows(model.config).values()
-    }
-    ordered = sorted(windows, key=lambda window: window or 0)
+    if flash.impl is None:
+        return FlashChoice(flash.title, None, reason)
+    shapes = head_shapes(model, path.method, cp=cp)
     dtype = getattr(torch, config.fsdp.param_dtype)
-    return FlashChoice(flash.title, flash.impl, reason, shapes, tuple(ordered), dtype)
+    return FlashChoice(flash.title, flash.impl, reason, shapes, _windows(model), dtype)
 
 
-def _is_taken(config: TrainingConfig, shapes: Sequence[HeadShape]) -> bool:
-    """Whether no call falls back to plain operations."""
-    return config.fsdp.param_dtype != "float32" and all(takes_width(shape.width) for shape in shapes)
+def _is_plain(config: TrainingConfig, model: PreTrainedModel) -> bool:
+    """Whether plain operations compute "varlen" on CUDA."""
+    return config.fsdp.param_dtype == "float32" or bool(odd_widths(model))
+
+
+def _windows(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """The windows of a trial: those of the model, each once, cut to what the trial's documents exceed."""
+    given = set(layer_windows(model.config).values())
+    windows = {max(2, min(window, _WINDOW)) for window in given if window is not None}
+    return (*([None] if None in given else []), *sorted(windows))
 
 
 def _check_asked(
-    config: TrainingConfig, path: AttentionPath, shapes: Sequence[HeadShape], *, device_type: str | None
+    config: TrainingConfig, model: PreTrainedModel, path: AttentionPath, *, device_type: str | None
 ) -> None:
     """Refuse a kernel that would compute nothing of this model."""
     asked = config.model.kernel
@@ -142,9 +147,19 @@ def _check_asked(
     if config.fsdp.param_dtype == "float32":
         what = f"{asked!r} with fsdp.param_dtype = 'float32', and {title} takes 16 bits only"
         raise UserError(_KEY, what, f"{_LEAVE_OUT}, or set fsdp.param_dtype = 'bfloat16'")
-    if odd := [str(shape.width) for shape in shapes if not takes_width(shape.width)]:
-        what = f"{asked!r}, and {title} takes no heads of width {', '.join(dict.fromkeys(odd))}"
+    if odd := odd_widths(model):
+        what = f"{asked!r}, and {title} takes no heads of width {', '.join(map(str, odd))}"
         raise UserError(_KEY, what, _LEAVE_OUT)
+
+
+def odd_widths(model: PreTrainedModel) -> list[int]:
+    """Widths of heads that no kernel of CUDA takes."""
+    return sorted(width for width in {_head_width(module) for module in model.modules()} if not takes_width(width))
+
+
+def _head_width(module: nn.Module) -> int:
+    """The width of an attention module's query heads; 0 for other modules."""
+    return value_of(module, "qk_head_dim") or value_of(module, "head_dim") or 0
 
 
 def head_shapes(model: PreTrainedModel, method: Method | None, *, cp: int) -> tuple[HeadShape, ...]:
@@ -152,7 +167,9 @@ def head_shapes(model: PreTrainedModel, method: Method | None, *, cp: int) -> tu
     of_modules = {value_of(module, "head_dim") for module in model.modules() if _attends(module)} - {None}
     shapes = set()
     for layer in attention_layers(model.config.get_text_config()).values():
-        heads = layer.num_attention_heads
+        heads = value_of(layer, "num_attention_heads")
+        if not heads:
+            continue
         kv_heads = value_of(layer, "num_key_value_heads") or heads
         widths = of_modules | {max(head_widths(layer))}
         on_ranks = {(heads, kv_heads)}
@@ -244,6 +261,8 @@ def _first_line(error: BaseException) -> str:
 @lru_cache(maxsize=16)
 def _tried(choice: FlashChoice, device: torch.device, deterministic: bool) -> float | str:
     """The largest relative difference from plain attention, or what is wrong."""
+    if not choice.shapes:
+        return f"{choice.title} cannot be tried: the model's config has no attention heads"
     with _active(choice):
         largest = 0.0
         for shape in choice.shapes:
