@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, PretrainedConfig
 
+from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.load import load_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.parallel.context_parallel import flash, kernels
 from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.flash import BOUND, Trial, apply_flash, head_shapes, try_flash
 from fsdp2kit.parallel.context_parallel.layout import FlashChoice, HeadShape
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
 from tests.parallel.helpers.emulated import bottom_right, emulated_backward, emulated_forward
 from tests.support.models import full
 
@@ -190,7 +195,8 @@ class Package:
         return self
 
     def remove(self) -> None:
-        self.monkeypatch.setattr(kernels, "cuda_flash_attention", None)
+        """On this machine's CPU nothing is left that it could compute."""
+        self.monkeypatch.setattr(kernels, "varlen_is_usable", lambda query: False)
 
 
 @pytest.fixture
@@ -292,6 +298,22 @@ def test_auto_tries_what_is_active_in_the_process(package: Package) -> None:
     assert choice is not None
     assert str(choice) == "FlashAttention-3 (auto: active in this process)"
     assert choice.impl == "FA3"
+
+
+def test_a_run_tries_and_activates_what_its_plan_chose(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    section = {"weights": "random", "config": {**fields, "vocab_size": 64, "num_hidden_layers": 1}, "kernel": "flash3"}
+    config = TrainingConfig.model_validate({"recipe": "none", "model": section})
+    model = build_model(config.model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan = plan_parallel(model, config, MeshSizes(1, 1, 1), "cuda")
+    assert "computed by FlashAttention-3 (as asked for; differs from plain attention by 0." in "".join(plan.describe())
+    with pytest.raises(UserError, match="FlashAttention-3 does not run on a CPU"):  # as it would be activated
+        parallelize_model(model, plan, mesh=cast(Any, SimpleNamespace(device=CPU)))
+    flash._tried.cache_clear()
+    package.kernel = of_default_scale()
+    with pytest.raises(UserError, match="gives another output"):
+        plan_parallel(build_model(config.model), config, MeshSizes(1, 1, 1), "cuda")
 
 
 @pytest.mark.parametrize(
