@@ -137,9 +137,14 @@ def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: Par
     # Its own classes and modules have other names.
     named = {"class_dtypes": {}, "unit_classes": [], "ignored_modules": []}
     attention = plan.attention
+    kernel = (
+        config.model.kernel
+    )  # torch has one FlashAttention for a process, and it is tried with the teacher's heads
     trusts = config.model.trust_remote_code
     sections = {
-        "model": ModelConfig(path=section.teacher, attention=attention.kernel, trust_remote_code=trusts),
+        "model": ModelConfig(
+            path=section.teacher, attention=attention.kernel, kernel=kernel, trust_remote_code=trusts
+        ),
         "fsdp": config.fsdp.model_copy(update=named),
         "context_parallel": config.context_parallel.model_copy(update={"method": attention.method or "auto"}),
         "lora": LoraConfig(),

@@ -17,6 +17,7 @@ from fsdp2kit.model.liger import apply_liger, give_back
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.flash import apply_flash
 from fsdp2kit.parallel.expert_parallel.partition import partition_experts
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
@@ -36,7 +37,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         plan: `plan_parallel`'s, for this model and a mesh of these sizes.
 
     Raises:
-        UserError: float8 or Liger's kernels are not available.
+        UserError: float8, Liger's kernels or the FlashAttention asked for are not available.
     """
     layers = decoder_layers(model)
     attach_loss(model, own_head=plan.own_head, compiles=plan.compile.enabled)
@@ -49,6 +50,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
             apply_float8(plan.float8, model)
         if plan.nf4 is not None:
             apply_nf4(plan.nf4, model)
+        apply_flash(plan.attention.flash, device=mesh.device)
     if mesh.device.type == "cpu":
         use_no_kernels(model)
     apply_attention(model, plan.attention, group=mesh.cp_group)

@@ -99,6 +99,8 @@ class Estimate:
     activations_from: str
     """ "formula", or "counted on one layer of each kind", with what the count leaves out."""
     layout: Layout
+    attention: str
+    """A line: the context-parallel method, the attention kernel, and why."""
     crossings: tuple[str, ...]
     """A line for cp and for shards, where they cross nodes; with a price if that was asked for."""
 
@@ -245,6 +247,7 @@ def estimate(
         untimed=untimed,
         activations_from=activations_from,
         layout=layout,
+        attention=str(plan.attention),
         crossings=tuple(layout.warnings(prices)),
     )
 

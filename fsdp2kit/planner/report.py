@@ -31,10 +31,11 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
 
 
 def summary(plan: Estimate) -> Iterator[str]:
-    """Lines: the mesh, what crosses nodes, and the `figures`."""
+    """Lines: the mesh, what crosses nodes, attention, and the `figures`."""
     yield str(plan.sizes)
     yield from plan.layout.draw()
     yield from plan.crossings
+    yield plan.attention
     yield from figures(plan)
 
 
@@ -188,6 +189,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "dispatch": None if plan.dispatch is None else asdict(plan.dispatch),
         "speed": None if plan.speed is None else asdict(plan.speed),
         "activations_from": plan.activations_from,
+        "attention": plan.attention,
         "crossings": list(plan.crossings),
     }
 

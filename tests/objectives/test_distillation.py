@@ -287,6 +287,12 @@ def test_balance_of_experts_is_asked_of_the_model_alone() -> None:
     assert theirs.model.path == "t"
 
 
+def test_a_teachers_heads_are_tried_with_the_kernel_of_the_process() -> None:
+    config = TrainingConfig.model_validate({"recipe": "x", "model": {"kernel": "flash3"}})
+    plan: Any = SimpleNamespace(attention=AttentionPath(None, "varlen"))
+    assert _config_of_teacher(DistillConfig(teacher="t"), config, plan).model.kernel == "flash3"
+
+
 def test_a_teacher_with_chunks_in_other_layers_is_refused() -> None:
     model, teacher = tiny_model("llama4"), tiny_model("llama4")
     teacher.config.layer_types = model.config.layer_types[::-1]

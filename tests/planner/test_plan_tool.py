@@ -67,6 +67,13 @@ def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.Capture
     assert found["speed"]["high"]["overlapped"] <= found["speed"]["low"]["overlapped"]
 
 
+def test_the_attention_of_a_run_on_gpus_is_said(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "attention: varlen (auto: packed documents need no mask), computed by FlashAttention-"
+    assert f"{line}2 (auto)" in run(capsys, toml(LLAMA_8B), "--world-size", "8")[1]
+    _, text = run(capsys, toml(LLAMA_8B), "--world-size", "8", "--json", "model.kernel=flash3")
+    assert json.loads(text)["attention"] == f"{line}3 (as asked for)"
+
+
 HEAVY = {"accelerate", "datasets", "matplotlib", "pandas", "peft", "torchao", "torchvision", "wandb"}
 
 

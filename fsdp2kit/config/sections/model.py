@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.path_contents import INSTEAD_OF_MODEL, INSTEAD_OF_ROWS, Contents, check_contents, check_exists
@@ -34,6 +37,19 @@ _INSTEAD: dict[str, dict[Contents, str]] = {
 }
 
 
+def _refuse_cudnn(value: object) -> object:
+    if value == "cudnn":
+        what = (
+            "torch 2.13 leaves cuDNN's variable-length attention switched off itself: it plans anew in every call, and"
+        )
+        raise PydanticCustomError("cudnn", f"{what} unaligned tensors give wrong results without an error")
+    return value
+
+
+FlashKernel = Annotated[Literal["auto", "flash2", "flash3", "flash4"], BeforeValidator(_refuse_cudnn)]
+"""What computes attention "varlen" on CUDA."""
+
+
 class ModelConfig(Section):
     """Which model, from where."""
 
@@ -48,6 +64,10 @@ class ModelConfig(Section):
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
     "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" if it computes the same as the
     model's own, else "sdpa" ("eager" for models without it). The start says which and why."""
+    kernel: FlashKernel = "auto"
+    """What computes attention "varlen" on CUDA: "flash2" (FlashAttention-2, which torch has), "flash3" (Hopper) or
+    "flash4" (Hopper, Blackwell), packages of your own. The start compares these two with plain attention, and says
+    which runs. "auto": "flash2"."""
     liger: bool = False
     """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `liger`."""
     tokenizer: InputPath | None = None

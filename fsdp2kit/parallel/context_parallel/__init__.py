@@ -36,6 +36,7 @@ the last rank would do nearly twice the average work while the others wait. Ring
 The files, from data to kernel: `layout` says which tokens a rank holds; `segments` turns what a query may see (its
 own document, nothing after it, a window) into rectangles, on the host, so that nothing else is computed; `batch`
 slices a micro-batch and gives it its masks, segments or borders; `attention` is called by transformers' layers;
-`exchange` brings the keys, or trades heads; `kernels` computes one block of keys and merges it into the result. Layers
-that carry a state along the sequence are another matter: `recurrent`, with `borders` and `recurrent_checks`.
+`exchange` brings the keys, or trades heads; `kernels` computes one block of keys and merges it into the result;
+`flash` says which FlashAttention does so on CUDA, and tries it on the device. Layers that carry a state along the
+sequence are another matter: `recurrent`, with `borders` and `recurrent_checks`.
 """

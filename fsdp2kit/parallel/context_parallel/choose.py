@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fsdp2kit.parallel.context_parallel.batch import (
     unknown_kinds,
 )
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
-from fsdp2kit.parallel.context_parallel.kernels import takes_width
+from fsdp2kit.parallel.context_parallel.flash import choose_flash, odd_widths
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurrent, find_recurrent
 from fsdp2kit.parallel.context_parallel.recurrent_checks import plan_recurrent, try_recurrent
@@ -37,12 +38,12 @@ Obstacle = tuple[str, str]
 
 
 def choose_path(
-    config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, cp: int, device_type: str
+    config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, cp: int, device_type: str | None
 ) -> AttentionPath:
     """The path that the config asks for, or the best one where it says "auto".
 
     Args:
-        device_type: where attention will run.
+        device_type: where attention will run; None: not known, and the method is chosen as for a CPU.
     """
     recurrent = plan_recurrent(config, model, traits, cp=cp)
     method, reason = _choose_method(config, model, traits, cp=cp, recurrent=recurrent) if cp > 1 else (None, "")
@@ -59,7 +60,7 @@ def choose_path(
         key = ("borders", recurrent > 0)
         if what := traits.no_small_copy or traits.once(key, lambda small: _find_lost_borders(small, path)):
             raise UserError(f"model.attention {kernel!r}", what, 'set model.attention = "auto"')
-    return path
+    return replace(path, flash=choose_flash(config, model, path, cp=cp, device_type=device_type))
 
 
 def _choose_method(
@@ -129,7 +130,7 @@ def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
 
 
 def _local_kernel(
-    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str, recurrent: int
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str | None, recurrent: int
 ) -> tuple[str, str]:
     """What computes attention over whole sequences, and why."""
     if (asked := config.model.attention) != "auto":
@@ -145,19 +146,13 @@ def _local_kernel(
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
-    widths = {_head_width(module) for module in model.modules()}
-    if device_type == "cuda" and (unknown := [str(width) for width in sorted(widths) if not takes_width(width)]):
-        return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(unknown)}"
+    if device_type == "cuda" and (odd := odd_widths(model)):
+        return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(map(str, odd))}"
     dropout = value_of(model.config.get_text_config(), "attention_dropout")
     unknown = unknown_kinds(model.config, recurrent=bool(find_recurrent(model)))
     if dropout or unknown or not _suits(traits, pack=config.data.pack, recurrent=recurrent):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
-
-
-def _head_width(module: nn.Module) -> int:
-    """The width of an attention module's query heads; 0 for other modules."""
-    return value_of(module, "qk_head_dim") or value_of(module, "head_dim") or 0
 
 
 def _masks_every_row(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,35 @@ Method = Literal["ulysses", "ring", "allgather"]
 
 VARLEN = "varlen"
 """The kernel that is ours: attention over segments, in place of a transformers implementation."""
+
+
+class HeadShape(NamedTuple):
+    """The heads of one attention call."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    width: int
+    """Of the wider of keys and values: the kernels take one width for both."""
+
+
+@dataclass(frozen=True)
+class FlashChoice:
+    """The FlashAttention that computes "varlen" on CUDA, and what a model asks of it."""
+
+    title: str
+    """Its name for the user: "FlashAttention-3"."""
+    impl: str | None
+    """Its name in torch's registry; None: torch's own, FlashAttention-2."""
+    reason: str = field(compare=False)
+    shapes: tuple[HeadShape, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    """How many tokens queries see at most; None: all before them."""
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.reason})"
 
 
 @dataclass(frozen=True)
@@ -35,11 +64,14 @@ class AttentionPath:
     recurrent_layers: int = 0
     """Layers that carry a state along the sequence, whose documents are kept apart and whose sequence is exchanged;
     0: there are none, or they run as they are."""
+    flash: FlashChoice | None = None
+    """What computes "varlen" on CUDA; None: another kernel, or not on CUDA."""
 
     def __str__(self) -> str:
         words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]
         why = f" ({self.kernel_reason})" if self.kernel_reason else ""
-        words.append(f"attention: {self.kernel}{why}")
+        flash = f", computed by {self.flash}" if self.flash else ""
+        words.append(f"attention: {self.kernel}{why}{flash}")
         if self.recurrent_layers:
             exchanged = "" if self.method is None else ", and each rank scans whole sequences with some of the heads"
             words.append(f"recurrent layers: {self.recurrent_layers}, each document alone{exchanged}")
