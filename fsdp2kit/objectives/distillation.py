@@ -137,9 +137,8 @@ def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: Par
     # Its own classes and modules have other names.
     named = {"class_dtypes": {}, "unit_classes": [], "ignored_modules": []}
     attention = plan.attention
-    kernel = (
-        config.model.kernel
-    )  # torch has one FlashAttention for a process, and it is tried with the teacher's heads
+    # torch has one FlashAttention for a process. It is tried with the teacher's heads, too.
+    kernel = config.model.kernel
     trusts = config.model.trust_remote_code
     sections = {
         "model": ModelConfig(
