@@ -140,7 +140,9 @@ def plan_export(
     if not source.is_adapter:
         if model is None and manifest is None:
             what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
-            raise UserError(str(source.config_dir), what, "export from a checkpoint that fsdp2kit wrote")
+            raise UserError(
+                str(source.config_dir), what, "read that code, and if you trust it give --trust-remote-code"
+            )
         parts = find_parts(model, source.checkpoint, source.environment, parts_dir or source.config_dir)
     keys, tensors = stored_weights(source.reader, model)
     if source.is_adapter:
