@@ -479,6 +479,24 @@ def test_a_digit_ends_a_splits_name_as_in_datasets(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("other", ["more.jsonl", "v2/a.jsonl", "v2/a.jsonl.gz"])
+def test_a_file_that_is_named_for_no_split_beside_one_that_is(other: str, tmp_path: Path) -> None:
+    for name in ("v1/train.jsonl", "v1/dev.jsonl", "dataset_infos.json", "notes.txt", other):
+        write_rows(tmp_path / name, [{"n": name}])
+    with pytest.raises(
+        UserError, match=rf"{other} is named for no split, and v1/train.jsonl is, so .* left out; name"
+    ):
+        read(tmp_path)
+    assert read(tmp_path, "validation") == [{"n": "v1/dev.jsonl"}]
+    assert read(f"{tmp_path}/v1/train*") == [{"n": "v1/train.jsonl"}]
+
+
+def test_folders_of_versions_are_shards(tmp_path: Path) -> None:
+    for name in ("v1/train.jsonl", "v1/dev.jsonl", "v2/train.jsonl"):
+        write_rows(tmp_path / name, [{"n": name}])
+    assert read(tmp_path) == [{"n": "v1/train.jsonl"}, {"n": "v2/train.jsonl"}]
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     for number in (0, 2):
         (tmp_path / f"train-0000{number}-of-00003.jsonl").write_text('{"text": "a"}\n')
