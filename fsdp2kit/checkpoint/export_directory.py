@@ -250,7 +250,7 @@ def _facts(plan: ExportPlan) -> dict[str, Any]:
         "checkpoint": checkpoint and str(checkpoint),
         "step": manifest.step if manifest else None,
         "manifest": checkpoint and manifest_digest(checkpoint),
-        "dtype": plan.dtype,
+        "dtype": plan.dtype.name,
     }
     if plan.is_adapter and manifest:
         facts["base"] = manifest.identity.get("model.weights")  # by this an adapter recognises its model

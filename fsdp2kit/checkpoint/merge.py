@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.adapter import base_of
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.export_plan import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, into_files
+from fsdp2kit.checkpoint.export_plan import MAX_SHARD_BYTES, ExportPlan, choose_dtype, into_files
 from fsdp2kit.checkpoint.hf import write_export
 from fsdp2kit.checkpoint.keys import MODEL_PREFIX
 from fsdp2kit.checkpoint.reader import StoredTensors
@@ -87,27 +87,30 @@ def plan_merge(
         what = "the model runs code of its own, so the adapter cannot be put into it here"
         raise UserError(str(config_dir), what, "read that code, and if you trust it give --trust-remote-code")
     parts = find_parts(model, source.checkpoint, source.environment, base_dir)
-    dtype_from = "as asked for"
-    if dtype is None:
-        dtype = dtype_of(read_json_object(config_dir / "config.json"))
-        dtype_from = "which the config of the model that the adapter was trained on names"
-    if dtype is None:
-        dtype = usual_dtype_of(model, parts or base_dir)
-        dtype_from = f"in which {base_dir} has most weights"
-    check_dtype(dtype)
+    chosen = choose_dtype(dtype, _dtypes_of_base(config_dir, base_dir, model, parts))
     with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):
         metas = forms_of(found)
     tensors = {name: metas[name] for name in model.state_dict() if name in metas}
     return ExportPlan(
         config_dir,
-        dtype,
-        into_files(entries(model, tensors, DTYPES[dtype], parts=parts), max_shard_bytes),
+        chosen,
+        into_files(entries(model, tensors, chosen.torch, parts=parts), max_shard_bytes),
         source,
         model,
         reader=partial(_open_merged, source, model, base_dir),
         read=[base_dir, parts],
-        dtype_from=dtype_from,
     )
+
+
+def _dtypes_of_base(
+    config_dir: Path, base_dir: Path, model: PreTrainedModel, parts: Path | None
+) -> Iterator[tuple[str | None, str]]:
+    """The dtypes of the model that the adapter was trained on, each with the reason to take it."""
+    yield (
+        dtype_of(read_json_object(config_dir / "config.json")),
+        "which the config of the model that the adapter was trained on names",
+    )
+    yield usual_dtype_of(model, parts or base_dir), f"in which {base_dir} has most weights"
 
 
 def _find_base(source: CheckpointSource, base: str | None) -> Path:
