@@ -62,7 +62,7 @@ class ExportDirectory:
     @property
     def place(self) -> Path:
         """The directory on a disk that `path` leads to, where that is a link."""
-        return self.path.resolve() if self.path.is_symlink() else self.path
+        return self.path.resolve() if self.path.is_symlink() else self.path.absolute()
 
     def check_replaceable(self, *, read: Iterable[Path | None] = ()) -> None:
         """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``."""
@@ -148,6 +148,8 @@ class ExportDirectory:
             if is_first:
                 self.abandon()
             raise
+        finally:
+            self._staging = None
 
     def begin(self, plan: ExportPlan) -> None:
         """Make `staging` empty; on an object store, take back the record of the export that is replaced.
