@@ -364,6 +364,12 @@ def user_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
+    """The flag of commands that load a model: what ``model.trust_remote_code`` is in a TOML."""
+    text = "run the model repository's own Python code; leave it off unless you have read that code"
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
+
+
 def positive(text: str) -> int:
     """A whole number above 0."""
     if (number := int(text)) < 1:

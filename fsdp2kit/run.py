@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -37,6 +36,7 @@ from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import begin_output, counted, positive, show
 from fsdp2kit.errors import KnownFailure, UserError, nearest
 from fsdp2kit.files.local import bundled_folder, load_json, read_regular
+from fsdp2kit.files.python_file import import_file
 from fsdp2kit.job import distributed, lost_ranks, process
 from fsdp2kit.job.profile_request import noting_sigusr2
 from fsdp2kit.job.stop import Stopped
@@ -259,13 +259,10 @@ def load_recipe(path: str | Path) -> ModuleType:
         UserError: it does not define them, is not Python, or fails when executed.
     """
     path = Path(path)
-    spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(str(path), "is not a Python file", "name a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path, f"fsdp2kit_recipe_{path.stem}")
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", "mend that line") from None
     except Exception as error:  # a recipe's top level may raise anything

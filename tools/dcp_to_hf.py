@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     ExportDirectory(out).check_writable(where="out")
     size = MAX_SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 1e9)
-    given = {"dtype": options.dtype, "max_shard_bytes": size, "config_dir": options.config}
+    trust = {"trust_remote_code": options.trust_remote_code}
+    given = {"dtype": options.dtype, "max_shard_bytes": size, "config_dir": options.config, **trust}
     if options.merge:
         base = options.merge if isinstance(options.merge, str) else None
         dtype = merge_to_hf(checkpoint, out, base=base, **given)
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         lacking = f"its files name {missing[0]}, which {options.config or checkpoint} lacks"
         show(f"warning: {out}: {lacking}; give the model's directory with --config, or copy it")
     if options.verify:
-        show(compare_logits(checkpoint, out))
+        show(compare_logits(checkpoint, out, **trust))
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, logging
 
-from fsdp2kit.console import in_one_line, positive, show, user_path
+from fsdp2kit.console import add_trust_remote_code, in_one_line, positive, show, user_path
 from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.build import load_whole
@@ -31,9 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("questions", nargs="+", help="user messages, or beginnings of texts, each by itself")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens to generate at most")
+    add_trust_remote_code(parser)
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
-    tokenizer, model = load(options.directory)
+    tokenizer, model = load(options.directory, trust_remote_code=options.trust_remote_code)
     for question in options.questions:
         if tokenizer.chat_template is None:
             ids = torch.tensor([plain_prompt_ids(tokenizer, question)])
@@ -49,8 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def load(directory: Path) -> tuple[Any, Any]:
-    """Tokenizer and model of a directory."""
+def load(directory: Path, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Tokenizer and model of a directory.
+
+    Args:
+        trust_remote_code: run the Python code that its files name.
+    """
     todo = "give the export of a run, e.g. runs/x/hf"
     is_adapter = (directory / CONFIG_NAME).is_file()
     if is_adapter:
@@ -58,21 +63,25 @@ def load(directory: Path) -> tuple[Any, Any]:
     if not is_adapter and not (directory / "config.json").is_file():
         raise UserError(str(directory), "is not a model directory (no config.json)", todo)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = load_adapted(directory) if is_adapter else load_whole(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        load_model = load_adapted if is_adapter else load_whole
+        model = load_model(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
+        if "trust_remote_code" in str(error):
+            todo = "read that code, and if you trust it give --trust-remote-code"
         raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
     return tokenizer, model
 
 
-def load_adapted(directory: Path) -> Any:
+def load_adapted(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """An adapter and its model, loaded by peft: transformers' own loading leaves DoRA's magnitudes out."""
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(str(directory)).base_model_name_or_path
     if base is None:
         raise ValueError("its adapter_config.json names no model")
-    model: Any = PeftModel.from_pretrained(load_whole(base, local_files_only=False), str(directory))
+    whole = load_whole(base, local_files_only=False, trust_remote_code=trust_remote_code)
+    model: Any = PeftModel.from_pretrained(whole, str(directory))
     if (directory / "generation_config.json").is_file():  # it stops at what ended the turns that were trained
         setattr(model, "generation_config", GenerationConfig.from_pretrained(directory))  # noqa: B010 (typed as tensors)
     return model

@@ -33,14 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.verify:
             what = f"compares with a Hugging Face directory, and {source} is none"
             raise UserError("--verify", what, "leave it out; names and shapes are checked in any case")
-        dtype = torch_to_dcp(source, out, config_dir=options.config)
+        dtype = torch_to_dcp(source, out, config_dir=options.config, trust_remote_code=options.trust_remote_code)
     elif options.config:
         raise UserError("--config", f"{source} is a Hugging Face directory with a config of its own", "leave it out")
     else:
-        dtype = hf_to_dcp(source, out)
+        dtype = hf_to_dcp(source, out, trust_remote_code=options.trust_remote_code)
     show(f"{out}: written in {dtype}")
     if options.verify:
-        show(compare_logits(out, source))
+        show(compare_logits(out, source, trust_remote_code=options.trust_remote_code))
     return 0
 
 

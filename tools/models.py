@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from fsdp2kit.checkpoint.export_model import export_model
@@ -28,7 +29,7 @@ from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.config.sections.rollout import RolloutConfig
 from fsdp2kit.console import in_one_line, show, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import Traits, inspect_model, shrink_config
@@ -219,6 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
     for model_type in options.types:
+        _check_known(model_type)
+    for model_type in options.types:
         row = row_of(model_type)
         cells = {"not built": row} if isinstance(row, str) else row
         show(f"{model_type}:", *(f"  {column}: {cell}" for column, cell in cells.items()), sep="\n")
@@ -229,6 +232,13 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.types:
         show(table(model_types), end="")
     return 0
+
+
+def _check_known(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        what = f"transformers {transformers.__version__} has no model type of this name"
+        todo = did_you_mean(model_type, decoder_types(), otherwise="`fsdp2kit models --all` shows those it has")
+        raise UserError(model_type, what, todo)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -103,13 +103,12 @@ class Checkpoints:
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / CHECKPOINTS
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
-            out = to_path(section.export_dir) if section.export_dir else run_dir / EXPORT
+            out = ExportDirectory(to_path(section.export_dir) if section.export_dir else run_dir / EXPORT)
             if section.export_hf != "never":
                 where = "checkpoint.export_dir" if section.export_dir else "run.dir"
-                directory = ExportDirectory(out)
-                directory.check_writable(where=where)
-                directory.check_apart(root)
-                directory.check_replaceable(read=read)
+                out.check_writable(where=where)
+                out.check_apart(root)
+                out.check_replaceable(read=read)
         self.store = open_store(root)
         self.config = config
         self.model = model
@@ -219,7 +218,7 @@ class Checkpoints:
         total = self.config.train.steps if self.total_steps is None else self.total_steps
         if total is not None and done >= total:
             return []
-        out = self.run_export.out
+        out = self.run_export.out.path
         dtype = DTYPES[self.run_export.dtype]
         return check_room(self.config, self.model, self.store, out, export_dtype=dtype, make_room=self.finish_sweep)
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from fsdp2kit.config.path_contents import contents_of
 from fsdp2kit.config.sections.checkpoint import DType
-from fsdp2kit.console import user_path
+from fsdp2kit.console import add_trust_remote_code, user_path
 from fsdp2kit.files.remote import is_url
 
 
@@ -41,6 +41,7 @@ def parse_conversion(arguments: list[str] | None, *, prog: str, to_hf: bool | No
         help="config and tokenizer from here, for SOURCE without its own",
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
+    add_trust_remote_code(parser)
     parser.set_defaults(dtype=None, max_shard_gb=None, merge=None)
     if to_hf is not False:
         _add_flags_of_checkpoints(parser)

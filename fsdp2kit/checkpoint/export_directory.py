@@ -62,7 +62,7 @@ class ExportDirectory:
     @property
     def place(self) -> Path:
         """The directory on a disk that `path` leads to, where that is a link."""
-        return self.path.resolve() if self.path.is_symlink() else self.path
+        return self.path.resolve() if self.path.is_symlink() else self.path.absolute()
 
     def check_replaceable(self, *, read: Iterable[Path | None] = ()) -> None:
         """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``."""
@@ -148,6 +148,8 @@ class ExportDirectory:
             if is_first:
                 self.abandon()
             raise
+        finally:
+            self._staging = None
 
     def begin(self, plan: ExportPlan) -> None:
         """Make `staging` empty; on an object store, take back the record of the export that is replaced.
@@ -250,7 +252,7 @@ def _facts(plan: ExportPlan) -> dict[str, Any]:
         "checkpoint": checkpoint and str(checkpoint),
         "step": manifest.step if manifest else None,
         "manifest": checkpoint and manifest_digest(checkpoint),
-        "dtype": plan.dtype,
+        "dtype": plan.dtype.name,
     }
     if plan.is_adapter and manifest:
         facts["base"] = manifest.identity.get("model.weights")  # by this an adapter recognises its model

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.export_plan import (
-    DTYPES,
     MAX_SHARD_BYTES,
     ExportFile,
     ExportPlan,
-    check_dtype,
+    choose_dtype,
     into_files,
 )
 from fsdp2kit.checkpoint.state import model_tensors
@@ -115,18 +114,17 @@ def _plan(
     max_shard_bytes: int,
 ) -> ExportPlan:
     """What goes into which file; the same on every rank."""
-    dtype = dtype or source.dtype
-    check_dtype(dtype)
+    chosen = choose_dtype(dtype, [(source.dtype, "which the model was built from")])
     weights = weights_of(model)
     adapter = weights.adapter
     skeleton = build_skeleton(model)
     if adapter is not None:
-        found = adapter_entries(skeleton, tensors, DTYPES[dtype], one_by_one=bool(adapter.expert_leaves))
+        found = adapter_entries(skeleton, tensors, chosen.torch, one_by_one=bool(adapter.expert_leaves))
         files = {WEIGHTS_NAME: ExportFile(found)}
-        return ExportPlan(config_dir, dtype, files, is_adapter=True, read=[source.directory, adapter.directory])
+        return ExportPlan(config_dir, chosen, files, is_adapter=True, read=[source.directory, adapter.directory])
     parts = source.directory if weights.names.whole is not None else None
-    files = into_files(entries(skeleton, tensors, DTYPES[dtype], parts=parts), max_shard_bytes)
-    return ExportPlan(config_dir, dtype, files, model=skeleton, read=[source.directory])
+    files = into_files(entries(skeleton, tensors, chosen.torch, parts=parts), max_shard_bytes)
+    return ExportPlan(config_dir, chosen, files, model=skeleton, read=[source.directory])
 
 
 def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor], folder: Path) -> None:

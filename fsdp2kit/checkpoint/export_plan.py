@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,38 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+@dataclass(frozen=True)
+class ExportDtype:
+    """The dtype of an export's floating-point tensors; some stay in another (`ExportPlan.describe_dtype`)."""
+
+    name: str
+    """One of `DTYPES`."""
+    reason: str = "as asked for"
+    """Who chose it, as the end of a sentence that names it."""
+
+    @property
+    def torch(self) -> torch.dtype:
+        """As torch has it."""
+        return DTYPES[self.name]
+
+
+def choose_dtype(asked: str | None, named: Iterable[tuple[str | None, str]]) -> ExportDtype:
+    """The dtype that is asked for, else the first of ``named`` that is given.
+
+    Args:
+        named: dtypes by name, each with the reason to take it; the next is read only if this one is None.
+
+    Raises:
+        UserError: no export has this dtype.
+    """
+    for name, reason in itertools.chain([(asked, ExportDtype.reason)], named):
+        if name is not None:
+            if name not in DTYPES:
+                raise UserError("dtype", f"{name!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
+            return ExportDtype(name, reason)
+    raise AssertionError("`named` ends in a dtype")
+
+
 class ExportFile:
     """A file of weights.
 
@@ -62,7 +95,7 @@ class ExportPlan:
 
     config_dir: Path
     """Where config, tokenizer, … are copied from."""
-    dtype: str
+    dtype: ExportDtype
     files: dict[str, ExportFile]
     """Of weights, by name."""
     source: CheckpointSource | None = None
@@ -75,15 +108,13 @@ class ExportPlan:
     """Opens what the tensors are read from; None: a model in memory."""
     read: Sequence[Path | None] = ()
     """Directories that are read, which the export must not replace."""
-    dtype_from: str = "as asked for"
-    """Who chose `dtype`, as the end of a sentence that names it."""
 
     def describe_dtype(self) -> str:
         """Which dtype is written, and why; tensors that have another one."""
         forms = [form for file in self.files.values() for form in file.forms.values() if form.is_floating_point()]
-        others = Counter(str(form.dtype).removeprefix("torch.") for form in forms if form.dtype != DTYPES[self.dtype])
+        others = Counter(str(form.dtype).removeprefix("torch.") for form in forms if form.dtype != self.dtype.torch)
         kept = "".join(f"; {count} tensors stay in {dtype}" for dtype, count in sorted(others.items()))
-        return f"{self.dtype}, {self.dtype_from}{kept}"
+        return f"{self.dtype.name}, {self.dtype.reason}{kept}"
 
     def names(self) -> set[str]:
         """Of every file that may be written."""
@@ -105,8 +136,8 @@ class ExportPlan:
         config = read_json_object(path)
         changed = config
         is_part = self.model is not None and weights_of(self.model).names.whole is not None
-        if dtype_of(config) != self.dtype:
-            changed = with_dtype(config, self.dtype, is_whole=is_part)
+        if dtype_of(config) != self.dtype.name:
+            changed = with_dtype(config, self.dtype.name, is_whole=is_part)
         if self.model is not None and not is_part and not config.get("architectures"):
             changed = {**changed, "architectures": [type(self.model).__name__]}  # configs made in code have none
         if changed != config:
@@ -127,46 +158,41 @@ def plan_export(
 ) -> ExportPlan:
     """Decide what goes into which file; see `fsdp2kit.checkpoint.hf.dcp_to_hf`. Reads metadata only."""
     manifest = source.manifest
-    dtype_from = "as asked for"
-    if dtype is None and manifest is not None:
-        dtype = manifest.export_dtype
-        dtype_from = "which the checkpoint names for its exports"
-    if dtype is None:
-        dtype = "float32"
-        dtype_from = "since the checkpoint names no dtype for its exports"
-    check_dtype(dtype)
+    named = manifest.export_dtype if manifest else None
+    chosen = choose_dtype(
+        dtype,
+        [
+            (named, "which the checkpoint names for its exports"),
+            ("float32", "since the checkpoint names no dtype for its exports"),
+        ],
+    )
     model = None if source.is_adapter else source.model
     parts = None
     if not source.is_adapter:
         if model is None and manifest is None:
             what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
-            raise UserError(str(source.config_dir), what, "export from a checkpoint that fsdp2kit wrote")
+            raise UserError(
+                str(source.config_dir), what, "read that code, and if you trust it give --trust-remote-code"
+            )
         parts = find_parts(model, source.checkpoint, source.environment, parts_dir or source.config_dir)
     keys, tensors = stored_weights(source.reader, model)
     if source.is_adapter:
         one_by_one = source.model is not None and names_experts(source.model, source.config_dir)
-        found = adapter_entries(source.model, tensors, DTYPES[dtype], one_by_one=one_by_one)
+        found = adapter_entries(source.model, tensors, chosen.torch, one_by_one=one_by_one)
     else:
-        kept = manifest.in_float32(dtype) if manifest else ()
-        found = entries(model, tensors, DTYPES[dtype], kept=kept, parts=parts)
+        kept = manifest.in_float32(chosen.name) if manifest else ()
+        found = entries(model, tensors, chosen.torch, kept=kept, parts=parts)
     files = {ADAPTER_WEIGHTS: ExportFile(found)} if source.is_adapter else into_files(found, max_shard_bytes)
     return ExportPlan(
         source.config_dir,
-        dtype,
+        chosen,
         files,
         source,
         model,
         is_adapter=source.is_adapter,
         reader=partial(contextlib.nullcontext, StoredTensors(source.reader, keys)),
         read=[parts],
-        dtype_from=dtype_from,
     )
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuse a dtype that no export has."""
-    if dtype not in DTYPES:
-        raise UserError("dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
 
 
 def into_files(entries: Sequence[WeightEntry], max_shard_bytes: int) -> dict[str, ExportFile]:

@@ -53,11 +53,14 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return tensor
 
 
-def hf_to_dcp(source: str | Path, out: str | Path) -> str:
+def hf_to_dcp(source: str | Path, out: str | Path, *, trust_remote_code: bool = False) -> str:
     """Write the weights of a Hugging Face directory as a checkpoint for ``model.weights``; a tensor in memory at once.
 
     It has a manifest with checksums, and config and tokenizer in ``hf/``, so `verify` checks it and `dcp_to_hf`
     converts it back. It holds no optimizer, so no run resumes from it.
+
+    Args:
+        trust_remote_code: run the Python code that the directory's config names.
 
     Returns:
         Which dtype was written, and why.
@@ -66,16 +69,17 @@ def hf_to_dcp(source: str | Path, out: str | Path) -> str:
         UserError: the directory holds no model, or its files are damaged or of another model; `out` is taken.
         RunFailure: `out` cannot be written.
     """
-    model = model_of(source)
+    model = model_of(source, trust_remote_code=trust_remote_code)
     with open_pretrained(model, source) as (entries, reader):
         return transfer(entries, reader, partial(write_weights, out=out, model=model, config_dir=source))
 
 
-def model_of(config_dir: str | Path) -> PreTrainedModel:
-    """The model of a Hugging Face directory without storage; refused if it has code of its own."""
-    model = model_on_meta(config_dir)
+def model_of(config_dir: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a Hugging Face directory without storage; refused if it has code of its own that is not trusted."""
+    model = model_on_meta(config_dir, trust_remote_code=trust_remote_code)
     if model is None:
-        raise UserError(str(config_dir), "is a model with code of its own", "start from it with model.path")
+        todo = "start from it with model.path, or read that code, and if you trust it give --trust-remote-code"
+        raise UserError(str(config_dir), "is a model with code of its own", todo)
     return model
 
 
@@ -132,10 +136,13 @@ def write_weights(
     return f"{export_dtype}, as its source has it{kept}"
 
 
-def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
+def compare_logits(checkpoint: str | Path, hf_dir: str | Path, *, trust_remote_code: bool = False) -> str:
     """Load the directory with `from_pretrained`, the checkpoint into a model of its own, and compare their logits.
 
     Both are whole in memory, in the directory's dtype. What is behind a URL is first fetched to a temporary folder.
+
+    Args:
+        trust_remote_code: run the Python code that the directory's config names.
 
     Returns:
         One line that says that they agree.
@@ -146,10 +153,10 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     tokens = 32
     hf_dir = to_path(hf_dir)
     with on_disk(hf_dir) as folder:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        theirs = load_whole(folder, dtype="auto").eval()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        theirs = load_whole(folder, dtype="auto", trust_remote_code=trust_remote_code).eval()
         config = trained_config(config)
-        ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
+        ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype, trust_remote_code=trust_remote_code).eval()
         cast_model(ours, theirs.dtype)  # some stay in float32
         load_weights(checkpoint, ours)
         ids = torch.arange(tokens)[None] * 7 % config.get_text_config().vocab_size

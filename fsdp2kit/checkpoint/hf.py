@@ -35,6 +35,7 @@ def dcp_to_hf(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     parts_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> str:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
@@ -53,6 +54,7 @@ def dcp_to_hf(
         check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
         parts_dir: where the weights of the parts beside a text part are on this machine. Default: what `config_dir`
             holds, or where they were by the manifest.
+        trust_remote_code: run the model's own Python code. fsdp2kit's checkpoints are exported without it.
 
     Returns:
         Which dtype was written, and why.
@@ -75,6 +77,7 @@ def dcp_to_hf(
         config_dir=config_dir,
         parts_dir=parts_dir,
         check=check,
+        trust_remote_code=trust_remote_code,
     )
     return plan.describe_dtype()
 
@@ -113,11 +116,12 @@ def export_checkpoint(
     config_dir: Path | None = None,
     parts_dir: Path | None = None,
     check: bool = True,
+    trust_remote_code: bool = False,
 ) -> ExportPlan:
     """`dcp_to_hf`, with paths. Collective."""
     with contextlib.ExitStack() as opened:
         with agreement(group):
-            source = opened.enter_context(open_source(checkpoint, config_dir))
+            source = opened.enter_context(open_source(checkpoint, config_dir, trust_remote_code=trust_remote_code))
             plan = plan_export(source, dtype=dtype, max_shard_bytes=max_shard_bytes, parts_dir=parts_dir)
         write_export(plan, directory, group, check=check)
     return plan

@@ -129,7 +129,7 @@ def check_same_run(
                 what = f"was made with other data: {'; '.join(changes(contents_saved, trained_on)) or how}"
             keys = [key for key in changed or {} if key != field and key.startswith(_SECTIONS.get(field, "\0"))]
             if changed and keys:
-                what += f" (changed: {', '.join(_changed(key, changed[key]) for key in keys)})"
+                what += f" (changed: {', '.join(describe_changes({key: changed[key] for key in keys}))})"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
@@ -159,9 +159,13 @@ def changed_settings(checkpoint: Path, config: TrainingConfig) -> dict[str, list
     return {key: pair for key, pair in differing.items() if key not in ("run.dir", "run.resume")}
 
 
-def _changed(key: str, pair: Sequence[Any]) -> str:
-    before, now = ("unset" if value is None else value for value in pair)
-    return f"{key} {before} → {now}"
+def describe_changes(pairs: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Each key with its value then and now, which are its pair; None: it is not set."""
+    texts = []
+    for key, pair in pairs.items():
+        before, now = ("unset" if value is None else value for value in pair)
+        texts.append(f"{key} {before} → {now}")
+    return texts
 
 
 def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict[str, Any]) -> str:
@@ -178,11 +182,13 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     now = cleaned(now)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
-    changed = [
-        f"{name} {before.get(name, 'unset')} → {now.get(name, 'unset')}"
-        for name in dict.fromkeys([*now, *before])
-        if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
-    ]
+    pairs = {name: (before.get(name), now.get(name)) for name in dict.fromkeys([*now, *before])}
+    differing = {
+        name: (one, other)
+        for name, (one, other) in pairs.items()
+        if one != other and name not in ("run.dir", "run.resume")
+    }
+    changed = describe_changes(differing)
     changed += changes(cleaned(manifest.environment.get("contents", {})), cleaned(environment.get("contents", {})))
     return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
 

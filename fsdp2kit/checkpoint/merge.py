@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.adapter import base_of
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.export_plan import DTYPES, MAX_SHARD_BYTES, ExportPlan, check_dtype, into_files
+from fsdp2kit.checkpoint.export_plan import MAX_SHARD_BYTES, ExportPlan, choose_dtype, into_files
 from fsdp2kit.checkpoint.hf import write_export
 from fsdp2kit.checkpoint.keys import MODEL_PREFIX
 from fsdp2kit.checkpoint.reader import StoredTensors
@@ -46,11 +46,12 @@ def merge_to_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config_dir: str | Path | None = None,
     base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> str:
     """Write the model that a checkpoint's adapter was trained on, with the adapter merged into it. In one process.
 
     Args:
-        checkpoint, out, max_shard_bytes, config_dir: as for `fsdp2kit.checkpoint.hf.dcp_to_hf`.
+        checkpoint, out, max_shard_bytes, config_dir, trust_remote_code: as for `fsdp2kit.checkpoint.hf.dcp_to_hf`.
         dtype: the same. Default: what the model's config names, else the usual one of its files.
         base: where the model is now. Default: where it was.
 
@@ -61,7 +62,9 @@ def merge_to_hf(
         UserError: the checkpoint holds no adapter, or the model is another one; else as `dcp_to_hf`.
     """
     directory = ExportDirectory(to_path(out).absolute())
-    with open_source(to_path(checkpoint), to_path(config_dir) if config_dir else None) as source:
+    checkpoint = to_path(checkpoint)
+    config_dir = to_path(config_dir) if config_dir else None
+    with open_source(checkpoint, config_dir, trust_remote_code=trust_remote_code) as source:
         plan = plan_merge(source, dtype=dtype, max_shard_bytes=max_shard_bytes, base=base)
         write_export(plan, directory)
     return plan.describe_dtype()
@@ -82,29 +85,32 @@ def plan_merge(
     model = source.model
     if model is None:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
-        raise UserError(str(config_dir), what, "export the adapter, and merge it with peft's merge_and_unload")
+        raise UserError(str(config_dir), what, "read that code, and if you trust it give --trust-remote-code")
     parts = find_parts(model, source.checkpoint, source.environment, base_dir)
-    dtype_from = "as asked for"
-    if dtype is None:
-        dtype = dtype_of(read_json_object(config_dir / "config.json"))
-        dtype_from = "which the config of the model that the adapter was trained on names"
-    if dtype is None:
-        dtype = usual_dtype_of(model, parts or base_dir)
-        dtype_from = f"in which {base_dir} has most weights"
-    check_dtype(dtype)
+    chosen = choose_dtype(dtype, _dtypes_of_base(config_dir, base_dir, model, parts))
     with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):
         metas = forms_of(found)
     tensors = {name: metas[name] for name in model.state_dict() if name in metas}
     return ExportPlan(
         config_dir,
-        dtype,
-        into_files(entries(model, tensors, DTYPES[dtype], parts=parts), max_shard_bytes),
+        chosen,
+        into_files(entries(model, tensors, chosen.torch, parts=parts), max_shard_bytes),
         source,
         model,
         reader=partial(_open_merged, source, model, base_dir),
         read=[base_dir, parts],
-        dtype_from=dtype_from,
     )
+
+
+def _dtypes_of_base(
+    config_dir: Path, base_dir: Path, model: PreTrainedModel, parts: Path | None
+) -> Iterator[tuple[str | None, str]]:
+    """The dtypes of the model that the adapter was trained on, each with the reason to take it."""
+    yield (
+        dtype_of(read_json_object(config_dir / "config.json")),
+        "which the config of the model that the adapter was trained on names",
+    )
+    yield usual_dtype_of(model, parts or base_dir), f"in which {base_dir} has most weights"
 
 
 def _find_base(source: CheckpointSource, base: str | None) -> Path:
@@ -128,7 +134,7 @@ def _find_base(source: CheckpointSource, base: str | None) -> Path:
 def _open_merged(source: CheckpointSource, model: PreTrainedModel, base_dir: Path) -> Iterator[MergedTensors]:
     reader = source.reader
     keys = {key.removeprefix(MODEL_PREFIX): key for key in reader.stored_tensors() if key.startswith(MODEL_PREFIX)}
-    adapted: Any = model_on_meta(source.config_dir)
+    adapted: Any = model_on_meta(source.config_dir, trust_remote_code=source.trusts_code)
     inject(adapted, read_adapter_config(source.config_dir, "--merge"))
     with (
         open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, files),

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, settings_identity
+from fsdp2kit.checkpoint.identity import changed_settings, check_same_run, describe_changes, settings_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
@@ -80,7 +80,7 @@ def _describe_run(config: TrainingConfig, root: Path) -> str:
     }
     changed = changed_settings(checkpoint, config)
     check_same_run(checkpoint, saved=known, current=settings_identity(config), changed=changed)
-    what = ", ".join(f"{key} {old} → {new}" for key, (old, new) in changed.items()) or "nothing"
+    what = ", ".join(describe_changes(changed)) or "nothing"
     return f"run.dir holds a run: a start resumes from step {manifest.step}; changed since: {what}"
 
 

@@ -39,7 +39,7 @@ class RunExport:
         self,
         config: TrainingConfig,
         store: CheckpointStore,
-        out: Path,
+        out: ExportDirectory,
         *,
         dtype: str,
         parts_dir: Path | None,
@@ -81,13 +81,12 @@ class RunExport:
         if checkpoint is None:
             return
         began = time.monotonic()
-        directory = ExportDirectory(self.out.absolute())
         check = checkpoint != newest  # which was just written, or checked for a resume
         try:
-            is_new = not directory.holds(checkpoint, self.dtype, self._group)
+            is_new = not self.out.holds(checkpoint, self.dtype, self._group)
             if is_new:
                 export_checkpoint(
-                    checkpoint, directory, self._group, dtype=self.dtype, parts_dir=self._parts_dir, check=check
+                    checkpoint, self.out, self._group, dtype=self.dtype, parts_dir=self._parts_dir, check=check
                 )
         except Stopped:  # on all ranks
             self.was_left = True
@@ -99,13 +98,13 @@ class RunExport:
             self._tell(f"warning: not exported: {error}; training goes on")
             return
         except Exception as error:
-            what = f"{self.out}: was not exported"
+            what = f"{self.out.path}: was not exported"
             todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
-            raise storage_failure(what, error, self.out.parent, todo, group=self._group) from error
+            raise storage_failure(what, error, self.out.path.parent, todo, group=self._group) from error
         if is_new:
-            self._tell(f"exported {checkpoint.name} to {self.out} ({self.dtype})")
+            self._tell(f"exported {checkpoint.name} to {self.out.path} ({self.dtype})")
             step = int(checkpoint.name.rpartition("-")[2])
-            self._events.record("export", step=step, path=str(self.out), seconds=time.monotonic() - began)
+            self._events.record("export", step=step, path=str(self.out.path), seconds=time.monotonic() - began)
         self.exported = checkpoint
 
     def _due(self, progress: Progress, newest: Path, resumed: Path | None, *, is_over: bool) -> Path | None:
@@ -131,11 +130,11 @@ class RunExport:
         """
         if self.exported is None:
             return []
-        lines = [f"{kind}: {self.out}, of {self._describe_step(self.exported, maximizes)}"]
-        if can_answer and fsspec_url(self.out) is None:  # `generate` reads disks only
-            lines.append(f'try it: fsdp2kit generate {self.out} "…"')
+        lines = [f"{kind}: {self.out.path}, of {self._describe_step(self.exported, maximizes)}"]
+        if can_answer and fsspec_url(self.out.path) is None:  # `generate` reads disks only
+            lines.append(f'try it: fsdp2kit generate {self.out.path} "…"')
         if is_over and self._repository:
-            lines.append(ExportDirectory(self.out).upload(self._repository))
+            lines.append(self.out.upload(self._repository))
         return lines
 
     def _describe_step(self, exported: Path, maximizes: str | None) -> str:

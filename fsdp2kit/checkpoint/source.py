@@ -32,6 +32,8 @@ class CheckpointSource:
     model: PreTrainedModel | None
     """The model of the config, on meta; None for one that transformers does not know itself."""
     reader: SafeReader
+    trusts_code: bool = False
+    """Whether the model's own Python code is run."""
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -40,11 +42,14 @@ class CheckpointSource:
 
 
 @contextlib.contextmanager
-def open_source(checkpoint: Path, config_dir: Path | None) -> Iterator[CheckpointSource]:
+def open_source(
+    checkpoint: Path, config_dir: Path | None, *, trust_remote_code: bool = False
+) -> Iterator[CheckpointSource]:
     """Open a checkpoint for an export; while this lasts, no process deletes it. No collective.
 
     Args:
         config_dir: None: the checkpoint's own.
+        trust_remote_code: run the Python code that the config names.
 
     Raises:
         UserError: the checkpoint is incomplete, a file has another size than its manifest states, or no config can be
@@ -60,5 +65,6 @@ def open_source(checkpoint: Path, config_dir: Path | None) -> Iterator[Checkpoin
             raise no_manifest(checkpoint, todo)
         config_dir = config_dir or opened.enter_context(on_disk(checkpoint / "hf"))
         is_adapter = holds_adapter(config_dir)
-        model = model_on_meta(config_dir)
-        yield CheckpointSource(checkpoint, manifest, config_dir, is_adapter, model, SafeReader(checkpoint))
+        model = model_on_meta(config_dir, trust_remote_code=trust_remote_code)
+        reader = SafeReader(checkpoint)
+        yield CheckpointSource(checkpoint, manifest, config_dir, is_adapter, model, reader, trust_remote_code)

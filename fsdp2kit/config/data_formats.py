@@ -35,12 +35,12 @@ USED_BY: dict[str, tuple[DataFormat, ...]] = {
     **dict.fromkeys(("sources", "temperature", "streaming", "workers"), _TOKENISED),
     "overlong": _ROWS,
     "wrap": ("prompt_completion", "preference"),
-    "train_on": tuple(one for one in _TOKENISED if one != "text"),
+    "train_on": tuple(one for one in _TOKENISED if one not in ("text", "tokens")),
     "prefetch": (*_TOKENISED, "synthetic"),
 }
 
 # Values that say what is done anyway in a format that does not use the key.
-IDLE: dict[tuple[str, DataFormat], Any] = {("train_on", "text"): "all"}
+IDLE: dict[tuple[str, DataFormat], Any] = {("train_on", "text"): "all", ("train_on", "tokens"): "all"}
 
 # Formats of rows with answers that the chat template may render.
 RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")

@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import importlib
-import importlib.util
 import json
 import sys
 import traceback
@@ -16,7 +15,9 @@ from typing import Any
 
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.errors import UserError
+from fsdp2kit.files.python_file import import_file
 
+_PACKAGE = Path(__file__).parents[1]
 _RETURN = "return a dict of columns, a list of messages, or a text"
 
 
@@ -75,12 +76,7 @@ def _load(function: str, time: int) -> Callable[[dict[str, Any]], Any]:
         sys.path.append(folder)
     try:
         if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"fsdp2kit_formatter_{Path(source).stem}", source)
-            assert spec is not None, "a name that ends in .py has a loader"
-            assert spec.loader is not None, "a name that ends in .py has a loader"
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where dataclasses look themselves up
-            spec.loader.exec_module(module)
+            module = import_file(source, f"fsdp2kit_formatter_{Path(source).stem}")
         else:
             module = importlib.import_module(source)
         found = getattr(module, name)
@@ -102,10 +98,14 @@ def _name_of(function: str) -> str:
     return f"{Path(source).name}:{name}"
 
 
+def _is_users(file: str) -> bool:
+    return not Path(file).is_relative_to(_PACKAGE)
+
+
 def _described(error: Exception) -> str:
     """The error, and the last line of the user's code that it passed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    own = [frame for frame in frames if "-packages" not in frame.filename and frame.filename != __file__]
+    own = [frame for frame in frames if "-packages" not in frame.filename and _is_users(frame.filename)]
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     if isinstance(error, SyntaxError):
         place = f" at {Path(error.filename or '').name}:{error.lineno}"

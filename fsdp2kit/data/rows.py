@@ -7,6 +7,7 @@ filled with None, which harms tool schemas; it refuses rows whose types differ; 
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import csv
 import functools
@@ -17,9 +18,9 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
@@ -47,6 +48,7 @@ from fsdp2kit.files.remote import is_url
 
 Position = dict[str, Any]  # what JSON can hold
 _BLOCK_BYTES = 16 << 20  # of a block that is not one large row
+_STORED_BYTES = 64 << 10  # that are read of a compressed file at once
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -297,23 +299,80 @@ def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
 
 
 def _open_file(file: str) -> Any:
-    if file.lower().endswith(".zst"):  # for fsspec's own an extra package is needed, which has no lines
-        return io.BufferedReader(_Zstd(file))
+    if open_stream := _STREAMS.get(PurePosixPath(file.lower()).suffix):
+        return io.BufferedReader(_Decompressed(file, open_stream))
     if is_url(file) or file.lower().endswith(COMPRESSED):
         return fsspec.open(file, "rb", compression="infer")
     return Path(file).open("rb")
 
 
-class _Zstd(io.RawIOBase):
-    """What is in a zstd file or URL, in all of its frames, as it is decompressed. Going back starts anew."""
+class _Concatenated:
+    """The content of an xz or bz2 file: one compressed stream, or several, with zeros between and behind them.
 
-    def __init__(self, file: str) -> None:
+    Python's own `LZMAFile` and `BZ2File` end without an error at bytes that begin no stream.
+
+    Args:
+        stored: the compressed bytes.
+        decompressor: makes one for a stream.
+    """
+
+    def __init__(self, stored: BinaryIO, decompressor: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]):
+        self._stored = stored
+        self._decompressor = decompressor
+        self._current = decompressor()
+
+    def read(self, count: int) -> bytes:
+        """At most ``count`` bytes, at least one of them before the end."""
+        data = b""
+        while not data:
+            if self._current.eof:
+                behind = self._behind()
+                if not behind:
+                    return b""
+                self._current = self._decompressor()
+                try:
+                    data = self._current.decompress(behind, count)
+                except (OSError, lzma.LZMAError):
+                    raise OSError("bytes behind a compressed stream are not compressed") from None
+            else:
+                more = self._stored.read(_STORED_BYTES) if self._current.needs_input else b""
+                if self._current.needs_input and not more:
+                    raise EOFError("the file ends within a compressed stream")
+                data = self._current.decompress(more, count)
+        return data
+
+    def _behind(self) -> bytes:
+        """The first bytes behind the current stream that are not zero; none at the end of the file."""
+        behind = self._current.unused_data.lstrip(b"\0")
+        while not behind and (more := self._stored.read(_STORED_BYTES)):
+            behind = more.lstrip(b"\0")
+        return behind
+
+
+# Of zstd, fsspec's own needs a further package, which has no lines.
+_STREAMS: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".zst": lambda stored: pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd"),
+    ".xz": lambda stored: _Concatenated(stored, lzma.LZMADecompressor),
+    ".bz2": lambda stored: _Concatenated(stored, bz2.BZ2Decompressor),
+}
+"""What decompresses a file's bytes, by its suffix. `read(count)` gives all streams, one behind the other."""
+
+
+class _Decompressed(io.RawIOBase):
+    """What is in a compressed file or URL, in all of its streams, as it is decompressed. Going back starts anew.
+
+    Args:
+        open_stream: one of `_STREAMS`.
+    """
+
+    def __init__(self, file: str, open_stream: Callable[[BinaryIO], Any]) -> None:
         self._file = file
+        self._open_stream = open_stream
         self._begin()
 
     def _begin(self) -> None:
         self._stored: Any = fsspec.open(self._file, "rb").open()
-        self._stream = pa.CompressedInputStream(pa.PythonFile(self._stored, mode="r"), "zstd")
+        self._stream = self._open_stream(self._stored)
         self._at = 0
 
     def readable(self) -> bool:

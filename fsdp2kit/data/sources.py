@@ -39,6 +39,8 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+"""What `datasets` writes about a set: no rows."""
 _SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.)")
 _END = r"(-?(\d+|(\d\d?|100)%))?"  # of a slice
 _SPLIT = re.compile(rf"[^\[\]+]+(\[{_END}:{_END}\])?")  # a name, perhaps with a slice
@@ -400,7 +402,22 @@ def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str
         known = ", ".join(sorted({name for name in split_of.values() if name}))
         raise UserError(where, f"there is no split {asked!r}", f"the folder has: {known}")
     _check_shards(chosen, where)
+    if wanted == "train":
+        _check_unnamed([file for file in files if split_of[file] is None], chosen, folder, where)
     return chosen
+
+
+def _check_unnamed(unnamed: Sequence[str], chosen: Sequence[str], folder: str, where: str) -> None:
+    """Refuse data files that are named for no split, beside files that are: they would be left out without a word.
+
+    Files of another kind, such as a README.txt beside JSON lines, are no data.
+    """
+    suffixes = {suffix_of(file) for file in chosen}
+    for file in unnamed:
+        if suffix_of(file) in suffixes and PurePosixPath(file).name not in _DESCRIPTIONS:
+            one, other = (path.removeprefix(folder).lstrip("/") for path in (file, chosen[0]))
+            what = f"{one} is named for no split, and {other} is, so {one} would be left out"
+            raise UserError(where, what, "name it for a split, or give a pattern of the files to read")
 
 
 def _check_shards(files: list[str], where: str) -> None:

@@ -33,8 +33,6 @@ def labelled_documents(row: RowColumns) -> list[Encoded]:
 
 def _learnt(row: RowColumns, ids: Sequence[int], starts: Sequence[int]) -> list[bool]:
     """Whether each token is learnt, by the row's labels and masks, which must agree."""
-    if row.section.train_on == "all":
-        return [True] * len(ids)
     found: dict[str, list[bool]] = {}
     # Where only one of them is named, it alone is meant.
     reads_labels = row.is_named("labels") or not row.is_named("loss_mask")
@@ -50,6 +48,13 @@ def _learnt(row: RowColumns, ids: Sequence[int], starts: Sequence[int]) -> list[
     first = found[names[0]]
     # A document's first token is never a target, so masks may say either of it.
     targets = set(range(len(ids))) - set(starts)
+    if row.section.train_on == "all":
+        for name in names:
+            if targets.intersection(at for at, learnt in enumerate(found[name]) if not learnt):
+                what = f'{name} leaves tokens out, and data.train_on = "all" learns every token'
+                todo = f'set data.train_on = "assistant", which follows it, or data.columns.ignore = ["{name}"]'
+                raise UserError(row.where, what, todo)
+        return [True] * len(ids)
     for name in names[1:]:
         wrong = [at for at, pair in enumerate(zip(first, found[name], strict=True)) if pair[0] != pair[1]]
         if differ := targets.intersection(wrong):

@@ -30,7 +30,9 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
-def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path | None = None) -> str:
+def torch_to_dcp(
+    source: str | Path, out: str | Path, *, config_dir: str | Path | None = None, trust_remote_code: bool = False
+) -> str:
     """Write the weights of a state dict, or of a DCP directory, as a checkpoint for ``model.weights``.
 
     Names may have any prefix (``model.``, ``module.``, …), and the parts that FSDP1, activation checkpointing and
@@ -40,6 +42,7 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     Args:
         source: a file of `torch.save`, or a directory with a ``.metadata``.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: where the source lies.
+        trust_remote_code: run the Python code that its config names.
 
     Returns:
         Which dtype was written, and why.
@@ -53,7 +56,7 @@ def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path 
     forms, reader = (_in_folder if source.is_dir() else _in_file)(source)
     stored = {_WRAPPERS.sub("", key): (key, form) for key, form in forms.items()}
     config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
-    model = model_of(config_dir)
+    model = model_of(config_dir, trust_remote_code=trust_remote_code)
     stored = weights_of(model).names.inner_keys(stored, source=source, others_from=config_dir)
     tied = find_ties(model)
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -150,10 +150,8 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
     weights = weights_of(model)
-    weights.names.read_config(config)
-    leaves = _take_experts(model, config)
+    leaves = _resolve_names(model, config)
     experts = list(find_experts(model)) if config.target_parameters else []
-    _check_names(model, config)
     tied = {name for pair in find_ties(model).items() for name in pair}
     try:
         with torch.device("meta"), warnings.catch_warnings():
@@ -172,6 +170,18 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     _check_layers(model, config, layers, tied)
     weights.adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves, weights.names)
     return weights.adapter
+
+
+def _resolve_names(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
+    """Turn a config's names of modules into those of the model, in place. Returns what `_take_experts` does.
+
+    Raises:
+        UserError: a name stands for no module, or for some parts of experts alone.
+    """
+    weights_of(model).names.read_config(config)
+    leaves = _take_experts(model, config)
+    _check_names(model, config)
+    return leaves
 
 
 def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
@@ -239,8 +249,7 @@ def names_experts(model: PreTrainedModel, config_dir: Path) -> bool:
     """
     if not find_experts(model):
         return False
-    config = read_adapter_config(config_dir, str(config_dir))
-    return bool(inject(copy.deepcopy(model), config).expert_leaves)
+    return bool(_resolve_names(model, read_adapter_config(config_dir, str(config_dir))))
 
 
 def _check_named_once(model: PreTrainedModel, names: Collection[str]) -> None:

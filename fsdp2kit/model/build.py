@@ -140,10 +140,13 @@ def _ends(model: PreTrainedModel) -> str:
     return json.dumps(names)
 
 
-def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
+def model_on_meta(config_dir: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
     """The model of ``config_dir/config.json`` on meta; None where transformers does not know the class itself.
 
     A model of several parts (text, images, …) gives its text part.
+
+    Args:
+        trust_remote_code: run the Python code that the config names; without it such a model gives None.
     """
     path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"
@@ -152,10 +155,14 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({error})", todo) from error
     architecture = next(iter(raw.get("architectures") or ()), None)
-    if "auto_map" in raw and not hasattr(transformers, architecture or ""):
+    runs_own_code = "auto_map" in raw and trust_remote_code
+    if "auto_map" in raw and not runs_own_code and not hasattr(transformers, architecture or ""):
         return None
     try:
-        config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=runs_own_code)
+        if runs_own_code:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
         build: Callable[..., PreTrainedModel] = getattr(
             transformers, architecture or "", AutoModelForCausalLM.from_config
         )
@@ -172,18 +179,26 @@ def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
         raise UserError(str(path), what, todo) from error
 
 
-def load_whole(directory: str | Path, *, dtype: str | torch.dtype = "auto", local_files_only: bool = True) -> Any:
+def load_whole(
+    directory: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    local_files_only: bool = True,
+    trust_remote_code: bool = False,
+) -> Any:
     """The model of a Hugging Face directory, or hub id, by transformers alone and of the class that its config names.
 
     Args:
         local_files_only: never ask the hub.
+        trust_remote_code: run the Python code that the config names.
     """
     check_indexes(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=local_files_only)
+    options: Any = {"local_files_only": local_files_only, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(directory, **options)
     # A text part's class in `AutoModelForCausalLM` would leave the other parts out.
     name = next(iter(config.architectures or ()), "")
     kind = AutoModelForCausalLM if text_config_of(config) is None else getattr(transformers, name)
-    return kind.from_pretrained(directory, dtype=dtype, local_files_only=local_files_only)
+    return kind.from_pretrained(directory, dtype=dtype, **options)
 
 
 def load_plain_text(directory: str | Path, config: PretrainedConfig) -> Any:

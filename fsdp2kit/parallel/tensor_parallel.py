@@ -71,8 +71,11 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
     return mesh["tp"]
 
 
-def copy_part(target: Tensor, whole: Tensor) -> None:
-    """Copy a tensor into ``target``, or this rank's part of it where that is split."""
+def fill_split(target: Tensor, whole: Tensor) -> None:
+    """Copy a tensor into ``target``, or this rank's part of it where that is split.
+
+    Of a fused tensor (`gate_up_proj`) this part is no range of rows, so `fsdp2kit.weights.shards` cannot fill it.
+    """
     if isinstance(target, DTensor):
         part = distribute_tensor(whole.contiguous(), target.device_mesh, target.placements, src_data_rank=None)
         target = target.to_local()

@@ -16,7 +16,7 @@ from upath import UPath
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.adapter import RECORD
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
-from fsdp2kit.checkpoint.export_plan import ExportPlan
+from fsdp2kit.checkpoint.export_plan import ExportDtype, ExportPlan
 from fsdp2kit.checkpoint.hf import ensure_export
 from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader
@@ -164,7 +164,7 @@ def test_a_crafted_record_deletes_nothing_of_others(tmp_path: Path) -> None:
     (out / RECORD).write_text(json.dumps({"files": names, "digests": dict.fromkeys(OUTSIDE, "x")}))
     directory = ExportDirectory(to_path("memory://bucket/hf"))
     (tmp_path / "config.json").write_text("{}")
-    plan = ExportPlan(tmp_path, "float32", {})
+    plan = ExportPlan(tmp_path, ExportDtype("float32"), {})
     directory.begin(plan)
     directory.publish(plan)
     assert other.read_text() == "theirs"

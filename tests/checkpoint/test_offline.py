@@ -72,6 +72,9 @@ def test_the_run_that_is_there_is_named(tmp_path: Path) -> None:
     values = {"optimizer": {"lr": 0.5}, "checkpoint": {"export_dtype": "bfloat16"}}
     (line,) = try_places(config_of(tmp_path / "x", **values))
     assert line.endswith("changed since: optimizer.lr 2e-05 → 0.5")
+    same = {"export_dtype": "bfloat16"}
+    (line,) = try_places(config_of(tmp_path / "x", checkpoint=same, run={"max_minutes": 5}))
+    assert line.endswith("changed since: run.max_minutes unset → 5.0")
     (line,) = try_places(config_of(tmp_path / "x", run={"resume": "never", "seed": 7}))
     assert "a start begins with step 0" in line
     assert files_of(tmp_path) == before

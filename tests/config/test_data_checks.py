@@ -94,6 +94,10 @@ UNUSED = {
     "column": ({"data": {**RANDOM, "columns": {"text": "body"}}}, r"data\.columns\.text: "),
     "eval.path": ({"data": RANDOM, "eval": {"every": 1, "path": "a.jsonl"}}, r"eval\.path: .*'synthetic'"),
     "eval.sets": ({"data": RANDOM, "eval": {"every": 1, "sets": {"x": A}}}, r"eval\.sets\.x\.path: .*'synthetic'"),
+    "tokens": (
+        {"data": {**A, "format": "tokens", "train_on": "last"}},
+        r"data\.train_on: \"last\" with .*'tokens', which",
+    ),
     "text": ({"data": {**A, "format": "text", "train_on": "last"}}, r"data\.train_on: \"last\" with .*'text', which"),
 }
 
@@ -106,7 +110,8 @@ def test_a_key_that_the_format_does_not_use_is_refused(name: str, tmp_path: Path
 
 
 def test_a_resolved_config_loads_again_and_says_what_is_done_anyway(tmp_path: Path) -> None:
-    for data in (RANDOM, {**A, "format": "text", "train_on": "all"}):
+    everything = [{**A, "format": one, "train_on": "all"} for one in ("text", "tokens")]
+    for data in (RANDOM, *everything):
         config = config_of(tmp_path, Text, data={**data, "seq_len": 64, "pack": False, "shuffle": False})
         again = load_config(Text, tomli.loads(dump_toml(config)), source=tmp_path / "config.toml")
         check_config(again, world_size=1, local_world_size=1)

@@ -370,31 +370,41 @@ def test_all_frames_of_a_zstd_file_are_read(path: str, tmp_path: Path) -> None:
     assert read(path.format(tmp_path / "d.csv.zst")) == [{"a": "1", "b": "2"}]
 
 
-def test_a_zstd_file_is_read_from_any_position(tmp_path: Path) -> None:
+def _zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": _zstd}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_two_compressed_streams_are_read_from_any_position(suffix: str, tmp_path: Path) -> None:
     rows = [{"n": number} for number in range(5000)]
-    frames = [
-        pa.compress("".join(json.dumps(row) + "\n" for row in part).encode(), codec="zstd", asbytes=True)
-        for part in (rows[:4000], rows[4000:])
-    ]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    location = locate(DataConfig(path=str(tmp_path / "a.jsonl.zst")))
+    parts = ["".join(json.dumps(row) + "\n" for row in part).encode() for part in (rows[:4000], rows[4000:])]
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(b"".join(map(COMPRESS[suffix], parts)))
+    location = locate(DataConfig(path=str(path)))
     for count in (1, 3999, 4000, 4999):
         reader = RowReader(location)
         list(itertools.islice(reader, count))
         assert [row.parse() for row in RowReader(location, reader.position)] == rows[count:]
 
 
-def _zstd(content: bytes) -> bytes:
-    return pa.compress(content, codec="zstd", asbytes=True)
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_zeros_behind_a_compressed_stream_are_padding(suffix: str, tmp_path: Path) -> None:
+    one, two = (COMPRESS[suffix](json.dumps(row).encode() + b"\n") for row in ROWS[:2])
+    for zeros in (4, 1 << 17):
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(one + bytes(zeros) + two + bytes(zeros))
+        assert read(tmp_path / f"a.jsonl.{suffix}") == ROWS[:2]
 
 
-@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
-    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": _zstd}[suffix]
-    whole = compress(b'{"a": 1}\n' * 10_000)
+    whole = COMPRESS[suffix](b'{"a": 1}\n' * 10_000)
     path, middle = tmp_path / f"a.jsonl.{suffix}", len(whole) // 2
     damaged = [whole[:middle] + bytes(8) + whole[middle + 8 :]] if suffix != "zst" else [whole + whole[:-3]]
-    for content in (*damaged, whole[:middle], b"no such thing"):
+    damaged += [whole[:middle], b"no such thing", whole + b"no such thing", whole + whole[:middle]]
+    for content in damaged:
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path}: cannot be read"):
             read(path)
@@ -467,6 +477,24 @@ def test_a_digit_ends_a_splits_name_as_in_datasets(tmp_path: Path) -> None:
     found = sorted(row.parse()["text"] for row in RowReader(locate(DataConfig(path=str(tmp_path)))))
     assert found == sorted(datasets.load_dataset(str(tmp_path), split="train")["text"])
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("other", ["more.jsonl", "v2/a.jsonl", "v2/a.jsonl.gz"])
+def test_a_file_that_is_named_for_no_split_beside_one_that_is(other: str, tmp_path: Path) -> None:
+    for name in ("v1/train.jsonl", "v1/dev.jsonl", "dataset_infos.json", "notes.txt", other):
+        write_rows(tmp_path / name, [{"n": name}])
+    with pytest.raises(
+        UserError, match=rf"{other} is named for no split, and v1/train.jsonl is, so .* left out; name"
+    ):
+        read(tmp_path)
+    assert read(tmp_path, "validation") == [{"n": "v1/dev.jsonl"}]
+    assert read(f"{tmp_path}/v1/train*") == [{"n": "v1/train.jsonl"}]
+
+
+def test_folders_of_versions_are_shards(tmp_path: Path) -> None:
+    for name in ("v1/train.jsonl", "v1/dev.jsonl", "v2/train.jsonl"):
+        write_rows(tmp_path / name, [{"n": name}])
+    assert read(tmp_path) == [{"n": "v1/train.jsonl"}, {"n": "v2/train.jsonl"}]
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

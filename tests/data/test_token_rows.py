@@ -49,6 +49,22 @@ def test_a_mask_says_what_labels_say(name: str, tokenizer) -> None:
         assert f"{name}[1] is {wrong!r}" in refused({"input_ids": IDS, name: [1, wrong, 1, 1, 1, 1]}, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("name", "kept", "left_out"),
+    [
+        ("labels", [-100, 6, 7, 8, 9, 10], [5, 6, -100, 8, 9, 10]),
+        ("completion_mask", [0] + [1] * 5, [1, 1, 0, 1, 1, 1]),
+    ],
+)
+def test_every_token_is_learnt_only_of_rows_that_leave_none_out(name: str, kept, left_out, tokenizer) -> None:
+    everything = DataConfig(format="tokens", train_on="all")
+    assert read({"input_ids": IDS, name: kept}, tokenizer, everything) == [(IDS, [True] * 6)]
+    said = refused({"input_ids": IDS, name: left_out}, tokenizer, everything)
+    assert said.startswith(f'{name} leaves tokens out, and data.train_on = "all" learns every token; ')
+    ignored = DataConfig(format="tokens", train_on="all", columns=ColumnsConfig(ignore=[name]))
+    assert read({"input_ids": IDS, name: left_out}, tokenizer, ignored) == [(IDS, [True] * 6)]
+
+
 def test_transformers_own_mask_gives_the_tokens_of_the_conversation(tokenizer) -> None:
     """Its ``assistant_masks`` of a template with markers, beside ours of the same messages."""
     theirs = tokenizer.apply_chat_template(MULTI, return_dict=True, return_assistant_tokens_mask=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.schema import ModelConfig
@@ -22,7 +23,7 @@ from tests.data.helpers.templates import CHATML, make_tokenizer
 from tests.support.models import tiny_model_dir
 from tests.support.runs import run_recipe
 from tests.support.workers import WorkerPool
-from tools import dcp_to_hf
+from tools import dcp_to_hf, generate, hf_to_dcp
 
 FILES = {
     "modeling_my.py": """
@@ -189,8 +190,8 @@ def check_loads(path: Path, source: Path) -> None:
     assert found[0][1] != make_tokenizer(CHATML)("Is water wet?").input_ids
 
 
-def test_a_run_exports_and_converts_the_code_of_its_model(pool: WorkerPool, tmp_path: Path) -> None:
-    source = write_coded(tmp_path)
+def train_coded(pool: WorkerPool, tmp_path: Path, source: Path, *overrides: str) -> Path:
+    """The last checkpoint of a run of a model with code of its own."""
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "run.toml").write_text(
@@ -205,15 +206,51 @@ def test_a_run_exports_and_converts_the_code_of_its_model(pool: WorkerPool, tmp_
         wandb.mode = "disabled"
         """
     )
-    said = pool.run(1, run_recipe, str(tmp_path / "run.toml"), [])[0]
+    said = pool.run(1, run_recipe, str(tmp_path / "run.toml"), list(overrides))[0]
     assert "exported step-000001" in said, said
-    out, checkpoint = tmp_path / "run" / "hf", tmp_path / "run" / "checkpoints" / "step-000001"
+    return tmp_path / "run" / "checkpoints" / "step-000001"
+
+
+TRUST = "--trust-remote-code"
+
+
+def test_a_run_exports_and_converts_the_code_of_its_model(
+    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_coded(tmp_path)
+    checkpoint = train_coded(pool, tmp_path, source)
+    out = tmp_path / "run" / "hf"
     moved = shutil.move(source, tmp_path / "moved")  # a conversion made elsewhere does not find the source
     assert dcp_to_hf.main([str(checkpoint), str(tmp_path / "converted")]) == 0
     for path in (out, tmp_path / "converted"):
         for name in (*_CODE, "tokenizer.json", "tokenizer_config.json", "config.json"):
             assert (path / name).read_bytes() == (Path(moved) / name).read_bytes(), name
     check_loads(tmp_path / "converted", Path(moved))
+    assert generate.main([str(out), "Is water wet?"]) == 2
+    assert "contains custom code" in (said := capsys.readouterr().err)
+    assert said.endswith("; read that code, and if you trust it give --trust-remote-code\n")
+    assert generate.main([str(out), "Is water wet?", TRUST, "--max-new-tokens", "2"]) == 0
+    again, back = str(tmp_path / "again"), str(tmp_path / "back")
+    assert dcp_to_hf.main([str(checkpoint), again, "--verify", TRUST]) == 0
+    assert hf_to_dcp.main([again, back]) == 2
+    assert hf_to_dcp.main([again, back, "--verify", TRUST]) == 0
+    assert capsys.readouterr().out.count("gives the same logits") == 2
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads every attribute of the model
+def test_an_adapter_is_merged_into_a_model_with_code_of_its_own(pool: WorkerPool, tmp_path: Path) -> None:
+    source = write_coded(tmp_path)
+    checkpoint = train_coded(pool, tmp_path, source, "lora.rank=2", "optimizer.lr=0.01")
+    merged = str(tmp_path / "merged")
+    assert dcp_to_hf.main([str(checkpoint), merged, "--merge"]) == 2
+    assert dcp_to_hf.main([str(checkpoint), merged, "--merge", TRUST, "--dtype", "float32"]) == 0
+    ids = torch.arange(40)[None]
+    trust: Any = {"trust_remote_code": True, "dtype": torch.float32}
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, **trust), tmp_path / "run" / "hf")
+    ours: Any = AutoModelForCausalLM.from_pretrained(merged, **trust)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+    assert generate.main([str(tmp_path / "run" / "hf"), "Is water wet?", TRUST, "--max-new-tokens", "2"]) == 0
 
 
 def test_a_checkpoint_without_its_code_is_converted_with_a_warning(

@@ -225,7 +225,7 @@ def test_a_merge_is_in_the_dtype_that_the_config_names_anywhere(tmp_path: Path) 
         (path / "config.json").write_text(json.dumps({**fields, **named}))
         with open_source(tmp_path, path) as source:
             plan = plan_merge(source, base=str(path))
-        assert plan.dtype == ("float16" if named else "bfloat16")
+        assert plan.dtype.name == ("float16" if named else "bfloat16")
 
 
 @pytest.mark.full

@@ -75,7 +75,7 @@ def test_a_text_is_continued_where_the_tokenizer_ends_texts(
         single=f"$A {tokenizer.eos_token}", special_tokens=special
     )
     assert tokenizer("Once")["input_ids"][-1] == tokenizer.eos_token_id
-    monkeypatch.setattr(generate, "load", lambda _: (tokenizer, model))
+    monkeypatch.setattr(generate, "load", lambda *_, **__: (tokenizer, model))
     assert generate.main([str(model_dir), "Once upon a", "--max-new-tokens", "4"]) == 0
     answer = tokenizer.decode(output, skip_special_tokens=True).strip()
     assert capsys.readouterr().out == f"> Once upon a\n{answer}\n"

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 
 from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.support.models import full
-from tools.models import COLUMNS, EXACT, MARK, row_of, table
+from tools.models import COLUMNS, EXACT, MARK, main, row_of, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -26,6 +27,15 @@ def test_a_row_says_what_is_exact_and_why_the_rest_is_refused() -> None:
     assert "packed documents would see each other" in row["packed"]
     assert "has no attention heads" in row["ring"]
     assert row_of("bart") == "the model is an encoder-decoder model"
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"), [("lama", "did you mean llama?"), ("xyzzy", "`fsdp2kit models --all` shows those it has")]
+)
+def test_a_type_that_transformers_lacks_is_a_mistake(name: str, todo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["llama", name]) == 2
+    what = f"transformers {transformers.__version__} has no model type of this name"
+    assert capsys.readouterr() == ("", f"error: {name}: {what}; {todo}\n")
 
 
 @pytest.mark.parametrize("model_type", ["llama", full("bamba"), full("qwen3_next")])

@@ -20,7 +20,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.job import stop
 from fsdp2kit.job.distributed import agreement, gather_objects, local_part
 from fsdp2kit.job.stop import Stopped
-from fsdp2kit.parallel.tensor_parallel import copy_part
+from fsdp2kit.parallel.tensor_parallel import fill_split
 from fsdp2kit.rl.engines.engine import Bucket, EngineMemory, Request, Response, RolloutEngine
 from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 from fsdp2kit.weights.conversion import match_files
@@ -166,7 +166,7 @@ class TransformersEngine(RolloutEngine):
     def _fill(self, forms: Iterable[str], reader: Reader) -> None:
         targets = self._model.state_dict()
         for name in forms:
-            copy_part(targets[name], reader.read(name))
+            fill_split(targets[name], reader.read(name))
             self._missing.discard(name)
 
     def finish_update(self, version: int) -> None:
