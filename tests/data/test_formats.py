@@ -13,8 +13,8 @@ import pytest
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data import tables
 from fsdp2kit.data.columns import RowColumns, read_columns, row_key
-from fsdp2kit.data.conversation import looks_unwrapped
 from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.formats.table import looks_unwrapped
 from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
