@@ -15,7 +15,7 @@ from typing import Any
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.sections.data import ColumnsConfig, DataConfig
 from fsdp2kit.data.fields import media_in, no_media
-from fsdp2kit.data.json_texts import load_json, parsed
+from fsdp2kit.data.json_texts import KeyTwice, load_json, parsed
 from fsdp2kit.data.names import ALSO, CONVERSATIONS, FLAGS, MASKS, WEIGHTS
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.errors import UserError
@@ -204,10 +204,21 @@ def messages_in(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     with contextlib.suppress(json.JSONDecodeError):
-        found = load_json(value, where)
-        if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
+        try:
+            found = load_json(value, where)
+        except KeyTwice:
+            if _are_messages(load_json(value, where, keeps_last=True)):
+                raise
+            return value
+        if _are_messages(found):
             return found
     return value
+
+
+def _are_messages(found: list[Any]) -> bool:
+    return bool(found) and all(
+        isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found
+    )
 
 
 def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
