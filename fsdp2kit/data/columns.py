@@ -15,7 +15,7 @@ from typing import Any
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.sections.data import ColumnsConfig, DataConfig
 from fsdp2kit.data.fields import media_in, no_media
-from fsdp2kit.data.json_texts import load_json, parsed
+from fsdp2kit.data.json_texts import KeyTwice, load_json, parsed
 from fsdp2kit.data.names import ALSO, CONVERSATIONS, FLAGS, MASKS, WEIGHTS
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.errors import UserError
@@ -82,32 +82,18 @@ class RowColumns:
         is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
         return parsed(value, self.where, name) if is_json else value
 
-    def conversations(self) -> dict[str, Any]:
-        """The columns with a conversation, by the data's names, without those that this row lacks.
+    def refuse_media(self) -> None:
+        """Refuse a row with a column of what its messages show: ``image``, ``images``, ``video``, …"""
+        if name := media_in(self.all):
+            raise no_media(self.where, repr(name), name)
 
-        Texts are read as JSON. Each entry of the row's masks is in its message, as ``loss_mask``.
-        """
+    def conversations(self) -> dict[str, Any]:
+        """The columns with a conversation, by the data's names, without those that this row lacks: JSON is read."""
         names = (self.called("messages"),) if self.is_named("messages") else CONVERSATIONS
         found = {name: self.from_json(name) for name in names if self.all.get(name) is not None}
         if self.is_named("messages") and not found:
             raise self.missing("messages")
-        return {name: self._flagged(messages) for name, messages in found.items()}
-
-    def _flagged(self, messages: Any) -> Any:
-        if self.section.format != "chat" or not isinstance(messages, list):
-            return messages
-        for name, learnt in self.masks(len(messages), "messages").items():
-            flagged = []
-            for at, (message, is_learnt) in enumerate(zip(messages, learnt, strict=True)):
-                if isinstance(message, Mapping):
-                    said = message.get("loss_mask")
-                    if said is not None and said != is_learnt:
-                        what = f"{name}[{at}] is {int(is_learnt)}, and messages[{at}] has loss_mask = {said}"
-                        raise UserError(self.where, what, "let both say the same, or leave one out")
-                    message = {**message, "loss_mask": int(is_learnt)}
-                flagged.append(message)
-            messages = flagged
-        return messages
+        return found
 
     def masks(self, count: int, items: str) -> dict[str, list[bool]]:
         """What the row's masks say is learnt, by the data's names: the mask that is named, or all known ones.
@@ -209,94 +195,6 @@ def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
     return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
 
 
-def text_in(row: RowColumns) -> str:
-    """The text of a row of the format "text"."""
-    text = row["text"]
-    if not isinstance(text, str):
-        raise UserError(row.where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
-    return text
-
-
-def written_in(row: RowColumns) -> dict[str, Any]:
-    """The columns of a row that messages are read from: texts, or lists of messages as the data writes them.
-
-    Raises:
-        UserError: a column is missing, or they do not go together.
-    """
-    refuse_media(row)
-    format = row.section.format
-    if format == "chat":
-        written = row.conversations()
-        if not written:
-            raise row.missing("messages")
-        return written
-    if format == "alpaca":
-        return {"messages": _alpaca_turns(row)}
-    if format == "prompt_completion":
-        return _pair(row)
-    if format == "preference":
-        return _preference(row)
-    raise ValueError(f"rows of the format {format!r} are not encoded here")
-
-
-def refuse_media(row: RowColumns) -> None:
-    """Refuse a row with a column of what its messages show: ``image``, ``images``, ``video``, …"""
-    if name := media_in(row.all):
-        raise no_media(row.where, repr(name), name)
-
-
-def _alpaca_turns(row: RowColumns) -> list[dict[str, Any]]:
-    """The turns of an Alpaca row, with the ``history`` that some data has."""
-    asked = row["instruction"]
-    answer = row["output"]
-    if about := row.get("input"):
-        asked = f"{asked}\n\n{about}"
-    turns: list[dict[str, Any]] = []
-    history = row.from_json("history") or []
-    if not isinstance(history, Sequence):
-        raise UserError(row.where, f"history is of type {type(history).__name__}", 'write [["question", "answer"], …]')
-    for turn in (*history, (asked, answer)):
-        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
-            raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
-        turns += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return turns
-
-
-def _pair(row: RowColumns) -> dict[str, Any]:
-    """``prompt`` and ``completion``, two texts or two lists of messages."""
-    prompt = messages_in(row["prompt"], row.where)
-    completion = row["completion"]
-    if not isinstance(prompt, str):
-        completion = messages_in(completion, row.where)
-    _check_kinds(row, prompt, completion)
-    return {"prompt": prompt, "completion": completion}
-
-
-def _preference(row: RowColumns) -> dict[str, Any]:
-    """``chosen``, ``rejected`` and ``prompt``, which the others may begin with instead."""
-    chosen = messages_in(row["chosen"], row.where)
-    rejected = messages_in(row["rejected"], row.where)
-    prompt = messages_in(row.given("prompt"), row.where)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise UserError(row.where, "chosen and rejected are a text and a list of messages", "give two of a kind")
-    answers = {"chosen": chosen, "rejected": rejected}
-    if prompt is None:
-        others = {name.lower() for name, value in row.all.items() if value}
-        if isinstance(chosen, str) and others & set(ALSO["prompt"]):
-            raise row.missing("prompt")
-        return answers
-    if isinstance(chosen, str):  # messages may begin with a text that is the prompt
-        _check_kinds(row, prompt, chosen)
-    return {**answers, "prompt": prompt}
-
-
-def _check_kinds(row: RowColumns, prompt: Any, answer: Any) -> None:
-    """Refuse a text beside messages, unless texts are put into the chat template."""
-    if row.section.wrap != "chat" and isinstance(prompt, str) != isinstance(answer, str):
-        what = "prompt and completion are a text and a list of messages"
-        raise UserError(row.where, what, "give two of a kind")
-
-
 def messages_in(value: Any, where: str) -> Any:
     """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON.
 
@@ -306,10 +204,21 @@ def messages_in(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     with contextlib.suppress(json.JSONDecodeError):
-        found = load_json(value, where)
-        if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
+        try:
+            found = load_json(value, where)
+        except KeyTwice:
+            if _are_messages(load_json(value, where, keeps_last=True)):
+                raise
+            return value
+        if _are_messages(found):
             return found
     return value
+
+
+def _are_messages(found: list[Any]) -> bool:
+    return bool(found) and all(
+        isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found
+    )
 
 
 def row_key(row: Mapping[str, Any], section: DataConfig) -> int:

@@ -13,7 +13,7 @@ from fsdp2kit.config.data_formats import Overlong
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import DEFAULT, Cache
-from fsdp2kit.data.conversation import answers_per_row
+from fsdp2kit.data.formats.table import FORMATS
 from fsdp2kit.data.tables import TokenTable, read_tokens
 from fsdp2kit.data.template import Tokenizer
 from fsdp2kit.data.tokens import NO_ENDING, ending_of
@@ -161,7 +161,7 @@ def cut_rows(
         lines: int64, the lines to cut; None: all.
     """
     overlong = section.overlong
-    together = answers_per_row(section)
+    together = FORMATS[section.format].answers
     chosen = np.arange(len(tokens)) if lines is None else lines
     lengths = tokens["length"].to_numpy()[chosen]
     room, is_long = _room(lengths, seq_len=section.seq_len, together=together)

@@ -5,23 +5,51 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fsdp2kit.data.fields import shortened
 from fsdp2kit.errors import UserError
 
 
-def load_json(text: str, where: str, name: str = "") -> Any:
+class KeyTwice(UserError):
+    """An object has two values of one key."""
+
+
+class _Twice(Exception):
+    """Two values of a key."""
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of an object as a dict, which keeps the last value of a key without a word."""
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    first: dict[str, Any] = {}
+    for key, value in pairs:
+        if json.dumps(first.setdefault(key, value)) != json.dumps(value):
+            raise _Twice(f"the key {key!r}: {shortened(first[key])} and {shortened(value)}")
+    return found
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_as_object).decode
+
+
+def load_json(text: str, where: str, name: str = "", *, keeps_last: bool = False) -> Any:
     """A text's JSON.
 
     Args:
         name: of the column that the text is in.
+        keeps_last: of two values of a key the last one is kept, as Python does, and there is no error.
 
     Raises:
         json.JSONDecodeError: it is no JSON.
-        UserError: it is JSON that no row may have.
+        KeyTwice: an object in it has two values of one key.
+        UserError: it is other JSON that no row may have.
     """
     its = f"{name} " if name else ""
     dropped = "mend or drop that row"
     try:
-        value = json.loads(text)
+        value = json.loads(text) if keeps_last else _decode(text)
+    except _Twice as twice:
+        raise KeyTwice(where, f"{its}holds an object with two values of {twice}", "keep one of them") from None
     except RecursionError:
         raise UserError(where, f"{its}is nested too deep", "give flatter rows") from None
     except json.JSONDecodeError:
@@ -29,7 +57,8 @@ def load_json(text: str, where: str, name: str = "") -> Any:
     except ValueError:  # Python reads none that is longer
         raise UserError(where, f"{its}holds an integer of more than 4300 digits", dropped) from None
     try:
-        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair, which no tokenizer takes
+        # One search finds most texts to be without escapes; two would take as long as reading the text.
+        if "\\u" in text and ("\\ud" in text or "\\uD" in text):  # half of a surrogate pair, which no tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         what = f"{its}holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"

@@ -46,22 +46,6 @@ BESIDE = ("tool_calls", *REASONING)
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 
 
-def read_messages(written: Mapping[str, Any], where: str, *, may_be_text: bool = False) -> dict[str, Any]:
-    """Columns with their messages in OpenAI's form, as `check_messages` returns them.
-
-    Args:
-        written: lists of messages as the data writes them, by the names of their columns.
-        may_be_text: texts stay.
-    """
-    said: dict[str, Any] = {}
-    for name, messages in written.items():
-        if may_be_text and isinstance(messages, str):
-            said[name] = messages
-        else:
-            said[name] = check_messages(messages, where, name=name)
-    return said
-
-
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> Messages:
     """The messages as a list of dicts without None values, which pyarrow fills in for missing keys.
 

@@ -470,7 +470,7 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 def _decode(data: bytes, where: str) -> str:
     try:
-        return data.decode("utf-8-sig")
+        return data.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise UserError(where, f"not UTF-8 ({error.reason} at byte {error.start})", "save the file as UTF-8") from None
 

@@ -33,6 +33,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.columns import row_key
 from fsdp2kit.data.findings import Findings
+from fsdp2kit.data.formats.table import FORMATS
 from fsdp2kit.data.formatter import formatter_digest
 from fsdp2kit.data.rows import Position, Row, RowReader, blocks_of, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
@@ -47,7 +48,7 @@ from fsdp2kit.model.tokenizer import ends_answers, special_ids, stop_tokens
 # Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
 _ENCODING = 2
 _FINDINGS = b"fsdp2kit"  # the key of `Findings` in a table's metadata
-# The files whose code turns rows into tokens.
+# The files whose code turns rows into tokens, beside the formats'.
 _CODE = (
     "rows.py",
     "json_texts.py",
@@ -56,10 +57,8 @@ _CODE = (
     "fields.py",
     "columns.py",
     "messages.py",
-    "inputs.py",
     "conversation.py",
     "unread.py",
-    "token_rows.py",
     "findings.py",
     "template.py",
     "bounds.py",
@@ -264,8 +263,10 @@ def _cache_file(content: str, location: Location, section: DataConfig, tokenizer
 @functools.cache
 def _code_digest() -> str:
     """Digest of the code that turns rows into tokens: tokens of another version are not used."""
+    folder = Path(__file__).parent
+    files = [*(folder / name for name in _CODE), *sorted(folder.glob("formats/*.py")), Path(tokenizer_module.__file__)]
     digest = hashlib.blake2b(digest_size=4)
-    for path in [*(Path(__file__).with_name(name) for name in _CODE), Path(tokenizer_module.__file__)]:
+    for path in files:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -318,6 +319,7 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
         state = tokenizer.backend_tokenizer.to_str()
     else:
         state = tokenizer.get_vocab()
+    asks_template = FORMATS[section.format].asks_template
     parts = [
         _ENCODING,
         content,
@@ -329,12 +331,12 @@ def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
         type(tokenizer).__name__,
         state,
         tokenizer.special_tokens_map,
-        None if section.format in ("text", "tokens") else tokenizer.chat_template,
+        tokenizer.chat_template if asks_template else None,
     ]
     # Where the template ends answers itself, other stop tokens change nothing.
-    if section.format not in ("text", "tokens") and tokenizer.chat_template and not ends_answers(tokenizer):
+    if asks_template and tokenizer.chat_template and not ends_answers(tokenizer):
         parts.append(stop_tokens(tokenizer))
-    if section.format not in ("text", "tokens") and writes_date(tokenizer):
+    if asks_template and writes_date(tokenizer):
         parts.append(str(day_of(tokenizer)))
     if section.formatter is not None:
         parts.append(formatter_digest(section.formatter))

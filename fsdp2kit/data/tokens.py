@@ -11,30 +11,26 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fsdp2kit.config.sections.data import DataConfig
 from fsdp2kit.data.columns import RowColumns, read_columns
-from fsdp2kit.data.conversation import (
-    WRAPPED,
-    Conversation,
-    PlainText,
-    conversations_in,
-    looks_unwrapped,
-    prompt_in,
-)
+from fsdp2kit.data.conversation import Conversation, PlainText, WholeText
 from fsdp2kit.data.findings import Findings
+from fsdp2kit.data.formats.prompts import read_prompt
+from fsdp2kit.data.formats.table import FORMATS, Read, looks_unwrapped
+from fsdp2kit.data.formats.tokens import LabelledTokens
 from fsdp2kit.data.memory import check_room
 from fsdp2kit.data.rendered import Rendered, Renderer, Span, supervised_spans
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.special import encode_quotes
 from fsdp2kit.data.template import Tokenizer, template_variables
-from fsdp2kit.data.token_rows import Encoded, labelled_documents
 from fsdp2kit.data.unread import check_unread
 from fsdp2kit.errors import UserError
 
+Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 NO_ENDING = -1
 _CHARACTERS = 4 << 20  # that are tokenised in one call, unless one text has more
 
@@ -51,15 +47,19 @@ class Prompt:
     """Token ids of the messages with the generation prompt, or of the text."""
 
 
-class _Learnt(NamedTuple):
-    """A text to tokenise, and what of it is learnt."""
+class _Spoken(NamedTuple):
+    """The text of a conversation, and what of it is learnt."""
 
     text: str
     spans: Sequence[Span]
     """Characters that are learnt, ascending."""
     where: str
-    rendered: Rendered | None
-    """The conversation whose text it is; None for a plain text, around which the tokenizer puts BOS and EOS."""
+    rendered: Rendered
+
+
+_Encodable = _Spoken | PlainText | WholeText | LabelledTokens
+_WithSpans = TypeVar("_WithSpans", _Spoken, PlainText)
+_Text = TypeVar("_Text", _Spoken, PlainText, WholeText)
 
 
 def encode_rows(
@@ -77,7 +77,7 @@ def encode_documents(
     follows: bool = False,
     findings: Findings | None = None,
 ) -> list[list[Encoded]]:
-    """Token ids and masks of each row's documents: its answers (`answers_per_row`), or what a row of tokens packs.
+    """Token ids and masks of each row's documents: its answers, or what a row of tokens packs.
 
     The assistant's tokens and its end-of-turn tokens are supervised, the whitespace after them is not. A token is the
     assistant's if any of its characters is. The chat template alone decides whether a conversation has a BOS. A plain
@@ -89,34 +89,27 @@ def encode_documents(
         findings: what is noticed of the rows is added here.
     """
     findings = Findings() if findings is None else findings
+    format = FORMATS[section.format]
     renderer = Renderer(tokenizer)
-    read = read_columns(rows, section, follows=follows)
-    if section.format == "tokens":
-        documents = []
-        for row in read:
-            documents.append(labelled_documents(row))
-            _check_rest(row, [], renderer, findings)
-        return documents
-    learnt: list[list[_Learnt]] = []
-    for row in read:
-        said = conversations_in(row)
-        _check_rest(row, said, renderer, findings)
-        learnt.append([_learnt_of(one, renderer, section, findings) for one in said])
-    texts = list(itertools.chain.from_iterable(learnt))
-    if section.format == "text":
-        encoded = iter(_encode_plain_texts(texts, tokenizer, findings))
-    else:
-        if section.format in WRAPPED and read:
-            findings.unwrapped |= looks_unwrapped(read[0], tokenizer)
-        encoded = iter(_encode(texts, renderer, findings))
-    return [list(itertools.islice(encoded, len(of_row))) for of_row in learnt]
+    columns = read_columns(rows, section, follows=follows)
+    of_rows: list[list[_Encodable]] = []
+    for row in columns:
+        read = format.read(row)
+        _check_rest(row, read, renderer, findings)
+        of_rows.append([_rendered(one, renderer, section, findings) for one in read])
+    if columns:
+        findings.unwrapped |= looks_unwrapped(columns[0], tokenizer)
+    encoded = iter(_encode(list(itertools.chain.from_iterable(of_rows)), renderer, findings))
+    return [list(itertools.islice(encoded, len(of_row))) for of_row in of_rows]
 
 
-def _check_rest(
-    row: RowColumns, said: Sequence[Conversation | PlainText], renderer: Renderer, findings: Findings
-) -> None:
-    """Refuse a row with a column that its texts lack, and a tokenizer that cannot render its conversations."""
-    conversations = [one for one in said if isinstance(one, Conversation)]
+def _check_rest(row: RowColumns, read: Sequence[Any], renderer: Renderer, findings: Findings) -> None:
+    """Refuse a row with a column that goes unread, and a tokenizer that cannot render its conversations.
+
+    Args:
+        read: what the row's format has read of it.
+    """
+    conversations = [one for one in read if isinstance(one, Conversation)]
     for conversation in conversations:
         renderer.check_template(conversation)
     variables = template_variables(renderer.tokenizer) if conversations else frozenset()
@@ -140,8 +133,8 @@ def encode_prompts(
     found = []
     renderer = Renderer(tokenizer)
     for row in read_columns(rows, section):
-        asked = prompt_in(row, has_template=tokenizer.chat_template is not None)
-        _check_rest(row, [asked] if isinstance(asked, Conversation) else [], renderer, findings)
+        asked = read_prompt(row, has_template=tokenizer.chat_template is not None)
+        _check_rest(row, [asked], renderer, findings)
         if isinstance(asked, str):
             messages = asked
             ids = plain_prompt_ids(tokenizer, asked)
@@ -169,62 +162,63 @@ def encode_text(text: str, rendered: Rendered, renderer: Renderer) -> list[int]:
     return encode_quotes(text, ids, rendered.stand_ins, tokenizer, renderer.special, where=rendered.where)[0]
 
 
-def _learnt_of(said: Conversation | PlainText, renderer: Renderer, section: DataConfig, findings: Findings) -> _Learnt:
-    """A text and the spans of its characters that are supervised."""
-    if isinstance(said, PlainText):
-        return _Learnt(said.text, [(said.start, len(said.text))], said.where, None)
-    rendered = renderer.render(said)
+def _rendered(read: Read, renderer: Renderer, section: DataConfig, findings: Findings) -> _Encodable:
+    """A conversation's text with the spans of its characters that are supervised; anything else unchanged."""
+    if not isinstance(read, Conversation):
+        return read
+    rendered = renderer.render(read)
     findings.note_special(rendered.conversation.where, rendered.own_special, quotes=bool(rendered.stand_ins))
     text, spans = supervised_spans(rendered, renderer.special, section.train_on)
-    return _Learnt(text, spans, rendered.where, rendered)
+    return _Spoken(text, spans, rendered.where, rendered)
 
 
-def _encode(texts: Sequence[_Learnt], renderer: Renderer, findings: Findings) -> list[Encoded]:
-    """Tokenise texts and supervise the tokens that overlap their spans; plain texts get an end-of-text token."""
+def _encode(texts: Sequence[_Encodable], renderer: Renderer, findings: Findings) -> list[Encoded]:
+    """Token ids and masks. Neighbours of one kind are tokenised together."""
     tokenizer = renderer.tokenizer
-    if not tokenizer.is_fast:
-        raise UserError(
-            "model.tokenizer",
-            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
-            "use a fast tokenizer (one with a tokenizer.json)",
-        )
-    for one in texts:
-        check_room(one.text, one.where, tokenizer, with_offsets=True)
     encoded: list[Encoded] = []
-    for is_plain, alike in itertools.groupby(texts, key=lambda one: one.rendered is None):
-        before, after = special_affixes(tokenizer) if is_plain else ([], [])
-        for some in _calls(list(alike)):
-            encoding = tokenizer(
-                [one.text for one in some],
-                add_special_tokens=is_plain,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                truncation=False,
-                verbose=False,
-            )
-            assert encoding.encodings is not None, "a fast tokenizer has them"
-            # Read the offsets text by text: a batch's are one tuple a token, which slows the garbage collector.
-            for one, ids, of_text in zip(some, encoding["input_ids"], encoding.encodings, strict=True):
-                offsets = of_text.offsets
-                if one.rendered is None:
-                    kept = _once(ids, before, after)
-                    findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
-                    encoded.append(_ended(kept.of(ids), _mask(kept.of(offsets), one.spans), tokenizer))
-                    continue
-                if stand_ins := one.rendered.stand_ins:
-                    ids, offsets = encode_quotes(
-                        one.text, ids, stand_ins, tokenizer, renderer.special, where=one.where
-                    )
-                encoded.append((ids, _mask(offsets, one.spans)))
+    for kind, alike in itertools.groupby(texts, key=type):
+        some: list[Any] = list(alike)
+        if kind is _Spoken:
+            encoded += _encode_conversations(some, renderer)
+        elif kind is PlainText:
+            encoded += _encode_plain_texts(some, tokenizer, findings)
+        elif kind is WholeText:
+            encoded += _encode_whole_texts(some, tokenizer, findings)
+        else:
+            encoded += some
     return encoded
 
 
-def _encode_plain_texts(texts: Sequence[_Learnt], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
-    """Tokenise plain texts. Every token is supervised, so no offsets are needed."""
-    encoded = []
+def _encode_conversations(texts: Sequence[_Spoken], renderer: Renderer) -> list[Encoded]:
+    """Tokenise conversations and supervise the tokens that overlap their spans."""
+    encoded: list[Encoded] = []
+    for one, ids, offsets in _with_offsets(texts, renderer.tokenizer, add_special_tokens=False):
+        if stand_ins := one.rendered.stand_ins:
+            ids, offsets = encode_quotes(
+                one.text, ids, stand_ins, renderer.tokenizer, renderer.special, where=one.where
+            )
+        encoded.append((ids, _mask(offsets, one.spans)))
+    return encoded
+
+
+def _encode_plain_texts(texts: Sequence[PlainText], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
+    """Tokenise prompts with their answers, and end them with an end-of-text token. The answers are supervised."""
+    before, after = special_affixes(tokenizer)
+    encoded: list[Encoded] = []
+    for one, ids, offsets in _with_offsets(texts, tokenizer, add_special_tokens=True):
+        kept = _once(ids, before, after)
+        findings.note_affixes(has_bos=kept.begin > kept.added, has_eos=kept.stop < len(ids))
+        mask = _mask(kept.of(offsets), [(one.start, len(one.text))])
+        encoded.append(_ended(kept.of(ids), mask, tokenizer))
+    return encoded
+
+
+def _encode_whole_texts(texts: Sequence[WholeText], tokenizer: Tokenizer, findings: Findings) -> list[Encoded]:
+    """Tokenise texts, and end them with an end-of-text token. Every token is supervised, so no offsets are needed."""
     for one in texts:
         check_room(one.text, one.where, tokenizer, with_offsets=False)
     before, after = special_affixes(tokenizer)
+    encoded: list[Encoded] = []
     for some in _calls(texts):
         for ids in tokenizer([one.text for one in some], truncation=False, verbose=False)["input_ids"]:
             kept = _once(ids, before, after)
@@ -234,7 +228,34 @@ def _encode_plain_texts(texts: Sequence[_Learnt], tokenizer: Tokenizer, findings
     return encoded
 
 
-def _calls(texts: Sequence[_Learnt]) -> Iterator[Sequence[_Learnt]]:
+def _with_offsets(
+    texts: Sequence[_WithSpans], tokenizer: Tokenizer, *, add_special_tokens: bool
+) -> Iterator[tuple[_WithSpans, list[int], Sequence[Span]]]:
+    """Each text with its token ids, and the characters of each token."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.tokenizer",
+            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
+            "use a fast tokenizer (one with a tokenizer.json)",
+        )
+    for one in texts:
+        check_room(one.text, one.where, tokenizer, with_offsets=True)
+    for some in _calls(texts):
+        encoding = tokenizer(
+            [one.text for one in some],
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            truncation=False,
+            verbose=False,
+        )
+        assert encoding.encodings is not None, "a fast tokenizer has them"
+        # Read the offsets text by text: a batch's are one tuple a token, which slows the garbage collector.
+        for one, ids, of_text in zip(some, encoding["input_ids"], encoding.encodings, strict=True):
+            yield one, ids, of_text.offsets
+
+
+def _calls(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
     """The texts in neighbours of at most `_CHARACTERS` together: a call holds hundreds of bytes for each token."""
     start = 0
     characters = 0

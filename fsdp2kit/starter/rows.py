@@ -13,7 +13,7 @@ import numpy as np
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.sections.data import DataConfig
 from fsdp2kit.data.columns import messages_in, read_columns
-from fsdp2kit.data.conversation import WRAPPED, answers_per_row, looks_unwrapped
+from fsdp2kit.data.formats.table import FORMATS, looks_unwrapped
 from fsdp2kit.data.names import ALSO
 from fsdp2kit.data.rows import Row, RowReader, estimate_rows
 from fsdp2kit.data.sources import is_url, locate
@@ -184,13 +184,13 @@ def measure(
     has_reference = reference_of(dict(rows[0].parse())) is not None
     if tokenizer is None:
         return DataFacts(guess, False, count, None, has_reference)
-    wrap = guess.format in WRAPPED and looks_unwrapped(read_columns(rows[:1], data)[0], tokenizer)
+    wrap = guess.format in FORMATS and looks_unwrapped(read_columns(rows[:1], data)[0], tokenizer)
     section = data.model_copy(update={"wrap": "chat"}) if wrap else data
     if guess.format == "prompts":
         lengths = np.array([len(one.ids) for one in encode_prompts(rows, section, tokenizer)])
     else:
         answers = np.array([len(ids) for ids, _ in encode_rows(rows, section, tokenizer)])
-        lengths = answers.reshape(-1, answers_per_row(section)).sum(axis=1)
+        lengths = answers.reshape(-1, FORMATS[section.format].answers).sum(axis=1)
     return DataFacts(guess, wrap, count, lengths, has_reference)
 
 

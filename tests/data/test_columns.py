@@ -9,7 +9,7 @@ import pytest
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
 from fsdp2kit.data.columns import read_columns, row_key
-from fsdp2kit.data.conversation import conversations_in
+from fsdp2kit.data.formats.chat import read_chat
 from fsdp2kit.data.names import REFUSED
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
@@ -195,7 +195,7 @@ def test_a_list_beside_the_messages_is_one_flag_for_each(tokenizer) -> None:
     def flags(row: dict, **named) -> list:
         how = DataConfig(format="chat", columns=ColumnsConfig(**named))
         [columns] = read_columns([Row({"messages": MULTI, **row}, "x.jsonl:1")], how)
-        [said] = conversations_in(columns)
+        [said] = read_chat(columns)
         return [message.get("loss_mask") for message in said.messages]
 
     assert flags({"loss_mask": [0, 1, 0, 0]}) == [0, 1, 0, 0]

@@ -13,8 +13,8 @@ import pytest
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data import tables
 from fsdp2kit.data.columns import RowColumns, read_columns, row_key
-from fsdp2kit.data.conversation import looks_unwrapped
 from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.formats.table import looks_unwrapped
 from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
@@ -425,6 +425,32 @@ CALLS = [SINGLE[0], {"role": "assistant", "tool_calls": [{"name": "f", "argument
 )
 def test_json_that_no_row_may_have_is_refused_in_a_text_too(row: dict, format: Any, what: str, tokenizer) -> None:
     assert what in refused(row, tokenizer, DataConfig(format=format))
+
+
+ROLES = '[{"role": "user", "role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]'
+ARGUMENTS = [SINGLE[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"x": 1, "x": 2}'}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "what"),
+    [
+        ({"messages": ROLES}, "chat", "messages holds an object with two values of the key 'role'"),
+        ({"prompt": ROLES, "completion": ROLES}, "prompt_completion", "two values of the key 'role'"),
+        ({"messages": SINGLE, "tools": '[{"name": "f", "name": "g"}]'}, "chat", "tools holds an object with two"),
+        ({"messages": SINGLE, "chat_template_kwargs": '{"a": 1, "a": 2}'}, "chat", "chat_template_kwargs holds an"),
+        ({"messages": ARGUMENTS}, "chat", "arguments holds an object with two values of the key 'x'"),
+    ],
+)
+def test_two_values_of_a_key_are_refused_in_a_text_too(row: dict, format: Any, what: str, tokenizer) -> None:
+    assert what in refused(row, tokenizer, DataConfig(format=format))
+
+
+def test_a_text_that_is_no_messages_may_be_any_json(tokenizer) -> None:
+    text = {"prompt": '[{"x": 1, "x": 2}] is', "completion": '[{"x": 1, "x": 2}]'}
+    assert learnt(text, tokenizer, COMPLETION)[1] == f"{text['completion']}<|im_end|>"
+    deep = {**text, "prompt": '[{"x": 1, "x": 2}, ' + "[" * 10**5}
+    assert "nested too deep" in refused(deep, tokenizer, COMPLETION)
+    assert asked({"prompt": text["completion"]}, tokenizer) == rendered(ask(text["completion"]), tokenizer)
 
 
 def test_rows_of_parquet_are_named_by_their_file(tmp_path: Path) -> None:

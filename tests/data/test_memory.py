@@ -10,6 +10,7 @@ import pytest
 
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data import memory, rows, tokens
+from fsdp2kit.data.conversation import WholeText
 from fsdp2kit.data.memory import available_bytes, check_room
 from fsdp2kit.data.rows import Row, RowReader, blocks_of
 from fsdp2kit.data.sources import locate
@@ -48,7 +49,7 @@ def test_calls_of_the_tokenizer_are_bounded_and_change_nothing(monkeypatch: pyte
             for some, kind in ((texts, "text"), (pairs, "prompt_completion"))
         ]
     assert found[40] == found[10**9]
-    learnt = [tokens._Learnt("x" * size, [], "x", None) for size in (30, 5, 5, 50, 1)]
+    learnt = [WholeText("x" * size, "x") for size in (30, 5, 5, 50, 1)]
     assert [*tokens._calls(learnt)] == [learnt[:3], learnt[3:4], learnt[4:]]
     assert [*tokens._calls([])] == []
 

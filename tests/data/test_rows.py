@@ -508,3 +508,37 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(UserError, match=r"a\.csv:1: the header names 'text' twice"):
         list(RowReader(locate(DataConfig(path=str(tmp_path / "a.csv")))))
+
+
+TWICE = {
+    "a column": ('{"text": "a", "text": "b"}', '\'text\': "a" and "b"'),
+    "within": ('{"text": "a", "meta": [{"k": {"x": 1, "x": 1, "x": 2}}]}', "'x': 1 and 2"),
+    "null": ('{"text": "a", "text": null}', "'text': \"a\" and null"),
+    "a number and a truth": ('{"text": "a", "k": 1, "k": true}', "'k': 1 and true"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_key_with_two_values_is_refused(name: str, tmp_path: Path) -> None:
+    """Python keeps the last one."""
+    line, said = TWICE[name]
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n' + line + "\n")
+    with pytest.raises(UserError) as caught:
+        read(tmp_path / "a.jsonl")
+    assert f"a.jsonl:2: holds an object with two values of the key {said}; keep one of them" in str(caught.value)
+    (tmp_path / "b.json").write_text(f"[{line}]")
+    with pytest.raises(UserError, match=r"b\.json: holds an object with two values of the key"):
+        read(tmp_path / "b.json")
+
+
+def test_a_key_twice_with_one_value_is_that_value(tmp_path: Path) -> None:
+    line = '{"text": "a", "k": [{"x": 1.5, "y": "ü"}], "text": "a", "k": [{"x": 1.5, "y": "\\u00fc"}]}'
+    (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert read(tmp_path / "a.jsonl") == [json.loads(line)]
+
+
+def test_arrow_refuses_a_key_twice_in_lines_of_json(tmp_path: Path) -> None:
+    """`datasets` reads the files of a hub dataset; the error is what `RowReader` makes one line of."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n')
+    with pytest.raises(pa.ArrowInvalid, match="twice"):
+        list(datasets.load_dataset("json", data_files=str(tmp_path / "a.jsonl"), split="train", streaming=True))

@@ -21,8 +21,7 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.code import code_digests
 from fsdp2kit.data.contents import Content
-from fsdp2kit.data.conversation import prompt_of
-from fsdp2kit.data.inputs import check_tools
+from fsdp2kit.data.conversation import check_tools, prompt_of
 from fsdp2kit.data.messages import check_messages
 from fsdp2kit.data.rendered import Rendered, Renderer
 from fsdp2kit.data.rows import first_rows

@@ -95,6 +95,17 @@ def test_masks_that_contradict_each_other_are_refused_and_one_may_be_named(token
     assert "no 'mine'" in refused({"input_ids": IDS}, tokenizer, mine)
 
 
+def test_a_null_is_a_column_that_the_row_lacks(tokenizer) -> None:
+    """Arrow fills in null for missing keys. A column that is named is required."""
+    row = {"input_ids": IDS, "labels": None, "loss_mask": None, "position_ids": None}
+    assert read(row, tokenizer) == [(IDS, [True] * 6)]
+    assert read({**row, "labels": [-100] * 5 + [10]}, tokenizer) == [(IDS, [False] * 5 + [True])]
+    for name in ("labels", "loss_mask"):
+        named = DataConfig(format="tokens", columns=ColumnsConfig(**{name: name}))  # pyright: ignore[reportArgumentType]
+        assert f"the row has no '{name}' (it has: input_ids); say" in refused({"input_ids": IDS}, tokenizer, named)
+        assert f"'{name}' is null; fill it in, or drop the row" in refused(row, tokenizer, named)
+
+
 def packed() -> dict:
     """A row as transformers packs it, with everything that says where its documents begin."""
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="np")

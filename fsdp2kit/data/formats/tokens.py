@@ -1,69 +1,90 @@
-"""Rows that are tokens already: what is learnt of them, and the documents that one row packs together."""
+"""Rows of the format "tokens": ``input_ids``, what is learnt of them, and the documents that a row packs together."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fsdp2kit.data.columns import RowColumns
 from fsdp2kit.data.names import CUMULATIVE, LENGTHS, NUMBERS, POSITIONS
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 
-Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
+_BORDERS = (*POSITIONS, *LENGTHS, *CUMULATIVE, *NUMBERS, "attention_mask")
 
 
-def labelled_documents(row: RowColumns) -> list[Encoded]:
+class LabelledTokens(NamedTuple):
+    """A document that is tokens already."""
+
+    ids: list[int]
+    supervised: list[bool]
+    """Whether each token is supervised."""
+
+
+def read_labelled_tokens(row: RowColumns) -> list[LabelledTokens]:
     """The documents of a row's ``input_ids``, each with what is supervised of it.
 
     A row is one document, unless ``position_ids``, lengths, or numbers of documents say that it packs several. Its
     ``labels`` or a mask say what is learnt: labels are those of transformers' collators, not shifted.
     """
-    where = row.where
     row["input_ids"]  # required
-    ids = _integers(row.from_json(row.called("input_ids")), "input_ids", where)
+    ids = _token_ids(row.from_json(row.called("input_ids")), row.where)
+    borders = {name: row.from_json(name) for name in _BORDERS if name in row.all}
+    starts = _starts(borders, len(ids), row.where)
+    said = _said(row, ids)
+    learnt = [True] * len(ids)
+    if row.section.train_on == "all":
+        _check_all_are_learnt(said, starts, row.where)
+    else:
+        _check_agreement(said, starts, row.where)
+        learnt = next(iter(said.values()), learnt)
+    documents = itertools.pairwise([*starts, len(ids)])
+    return [LabelledTokens(ids[start:stop], learnt[start:stop]) for start, stop in documents]
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    ids = _integers(value, "input_ids", where)
     if wrong := [token for token in ids if not 0 <= token < 2**31]:
         raise UserError(where, f"input_ids holds {wrong[0]}", "token ids are not negative, and fit into 32 bits")
-    starts = _starts(row, len(ids))
-    learnt = _learnt(row, ids, starts)
-    borders = itertools.pairwise([*starts, len(ids)])
-    return [(ids[start:stop], learnt[start:stop]) for start, stop in borders]
+    return ids
 
 
-def _learnt(row: RowColumns, ids: Sequence[int], starts: Sequence[int]) -> list[bool]:
-    """Whether each token is learnt, by the row's labels and masks, which must agree."""
-    found: dict[str, list[bool]] = {}
+def _said(row: RowColumns, ids: Sequence[int]) -> dict[str, list[bool]]:
+    """Whether each token is learnt: what the row's labels and each of its masks say, by the data's names."""
     # Where only one of them is named, it alone is meant.
     reads_labels = row.is_named("labels") or not row.is_named("loss_mask")
     reads_masks = row.is_named("loss_mask") or not row.is_named("labels")
+    said: dict[str, list[bool]] = {}
     if reads_labels and row.given("labels") is not None:
         name = row.called("labels")
-        found[name] = _labelled(row.from_json(name), ids, row.where)
+        said[name] = _labelled(row.from_json(name), ids, row.where)
     if reads_masks:
-        found |= row.masks(len(ids), "input_ids")
-    if not found:
-        return [True] * len(ids)
-    names = list(found)
-    first = found[names[0]]
-    # A document's first token is never a target, so masks may say either of it.
-    targets = set(range(len(ids))) - set(starts)
-    if row.section.train_on == "all":
-        for name in names:
-            if targets.intersection(at for at, learnt in enumerate(found[name]) if not learnt):
-                what = f'{name} leaves tokens out, and data.train_on = "all" learns every token'
-                todo = f'set data.train_on = "assistant", which follows it, or data.columns.ignore = ["{name}"]'
-                raise UserError(row.where, what, todo)
-        return [True] * len(ids)
-    for name in names[1:]:
-        wrong = [at for at, pair in enumerate(zip(first, found[name], strict=True)) if pair[0] != pair[1]]
-        if differ := targets.intersection(wrong):
+        said |= row.masks(len(ids), "input_ids")
+    return said
+
+
+def _check_all_are_learnt(said: Mapping[str, list[bool]], starts: Sequence[int], where: str) -> None:
+    """Refuse labels and masks that leave a token out. A document's first token is never a target, so it may."""
+    for name, learnt in said.items():
+        left_out = {at for at, is_learnt in enumerate(learnt) if not is_learnt}
+        if left_out - set(starts):
+            what = f'{name} leaves tokens out, and data.train_on = "all" learns every token'
+            todo = f'set data.train_on = "assistant", which follows it, or data.columns.ignore = ["{name}"]'
+            raise UserError(where, what, todo)
+
+
+def _check_agreement(said: Mapping[str, list[bool]], starts: Sequence[int], where: str) -> None:
+    """Refuse labels and masks that differ at a token. A document's first token is never a target, so it may differ."""
+    (first, learnt), *others = said.items() or [("", [])]
+    for name, other in others:
+        wrong = [at for at, pair in enumerate(zip(learnt, other, strict=True)) if pair[0] != pair[1]]
+        if differ := set(wrong) - set(starts):
             at = min(differ)
-            one, other = (names[0], name) if first[at] else (name, names[0])
-            what = f"{one} says that token {at} is learnt, and {other} that it is not"
+            yes, no = (first, name) if learnt[at] else (name, first)
+            what = f"{yes} says that token {at} is learnt, and {no} that it is not"
             todo = f'let them agree, or say which is meant: data.columns.labels = "labels" or .loss_mask = "{name}"'
-            raise UserError(row.where, what, todo)
-    return first
+            raise UserError(where, what, todo)
 
 
 def _labelled(labels: Any, ids: Sequence[int], where: str) -> list[bool]:
@@ -77,22 +98,26 @@ def _labelled(labels: Any, ids: Sequence[int], where: str) -> list[bool]:
     return [label != IGNORE for label in labels]
 
 
-def _starts(row: RowColumns, count: int) -> list[int]:
-    """The index of each document's first token, ascending; all columns that say it must agree."""
+def _starts(written: Mapping[str, Any], count: int, where: str) -> list[int]:
+    """The index of each document's first token, ascending; all columns that say it must agree.
+
+    Args:
+        written: the row's columns of `_BORDERS`, by their names.
+    """
     found: dict[str, list[int]] = {}
     readers = [(POSITIONS, _from_positions), (LENGTHS, _from_lengths), (CUMULATIVE, _from_cumulative)]
     readers.append((NUMBERS, _from_numbers))
-    for names, read in readers:
+    for names, starts_from in readers:
         for name in names:
-            value = row.from_json(name)
+            value = written.get(name)
             if isinstance(value, list):  # one number is something else
-                found[name] = read(value, count, name, row.where)
-    mask = row.from_json("attention_mask")
+                found[name] = starts_from(value, count, name, where)
+    mask = written.get("attention_mask")
     if mask is not None:
-        numbers = _integers(mask, "attention_mask", row.where, booleans=True)
+        numbers = _integers(mask, "attention_mask", where, booleans=True)
         if 0 in numbers:
-            raise UserError(row.where, "attention_mask holds zeros: the row is padded", "give rows without padding")
-        starts = _from_numbers(numbers, count, "attention_mask", row.where)
+            raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
+        starts = _from_numbers(numbers, count, "attention_mask", where)
         if len(starts) > 1:  # axolotl numbers the documents of a pack in it
             found["attention_mask"] = starts
     if not found:
@@ -103,7 +128,7 @@ def _starts(row: RowColumns, count: int) -> list[int]:
             at = min(set(other) ^ set(starts))
             one = first if at in starts else name
             what = f"{first} and {name} differ: by {one} alone a document begins at token {at}"
-            raise UserError(row.where, what, f'mend them, or set data.columns.ignore = ["{name}"]')
+            raise UserError(where, what, f'mend them, or set data.columns.ignore = ["{name}"]')
     return starts
 
 
