@@ -1,4 +1,4 @@
-"""A conversation, and what every row may give to its own beside the messages: a system prompt, tools, variables.
+"""A conversation, and what a row may give to it beside its messages: a system prompt, tools, template variables.
 
 The formats (`fsdp2kit.data.formats`) read the messages. No chat template is asked here.
 """

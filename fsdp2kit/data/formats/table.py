@@ -1,4 +1,7 @@
-"""The formats of rows with something to learn, by their names in ``data.format``."""
+"""The formats of rows with something to learn, by their names in ``data.format``.
+
+Prompts, which the model answers itself, are read in `fsdp2kit.data.formats.prompts`.
+"""
 
 from __future__ import annotations
 
