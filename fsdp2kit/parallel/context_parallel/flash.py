@@ -64,7 +64,7 @@ _WHOLE = ((_LENGTH,), (_LENGTH,))
 _WINDOW = 37
 """A trial's window in place of the model's, so that documents are longer than it."""
 _METHODS: tuple[Method | None, ...] = (None, "ring", "allgather")
-"""Whole documents; parts of them that are merged; queries with more keys than they are many."""
+"""Complete documents; parts of them that are merged; queries with more keys than they are many."""
 _RESULTS = ("output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values")
 
 
