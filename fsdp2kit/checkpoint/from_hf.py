@@ -149,11 +149,19 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path, *, trust_remote_c
 
     Raises:
         RunFailure: they do not.
+        UserError: the directory's code is needed, and not trusted.
     """
     tokens = 32
     hf_dir = to_path(hf_dir)
     with on_disk(hf_dir) as folder:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            what = "is written, and not verified: the model runs code of its own"
+            todo = "read that code, and if you trust it give --trust-remote-code"
+            raise UserError(str(hf_dir), what, todo) from None
         theirs = load_whole(folder, dtype="auto", trust_remote_code=trust_remote_code).eval()
         config = trained_config(config)
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype, trust_remote_code=trust_remote_code).eval()

@@ -39,7 +39,8 @@ USED_BY: dict[str, tuple[DataFormat, ...]] = {
     "prefetch": (*_TOKENISED, "synthetic"),
 }
 
-# Values that say what is done anyway in a format that does not use the key.
+# Values that say what is done anyway in a format that does not use the key. Rows of tokens that say otherwise are
+# refused.
 IDLE: dict[tuple[str, DataFormat], Any] = {("train_on", "text"): "all", ("train_on", "tokens"): "all"}
 
 # Formats of rows with answers that the chat template may render.

@@ -195,11 +195,20 @@ def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
     return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
 
 
+def is_plain_text(value: Any) -> bool:
+    """Whether a value is a text, and not one of JSON that `messages_in` reads."""
+    try:
+        return isinstance(messages_in(value, ""), str)
+    except UserError:  # messages that no row may have
+        return False
+
+
 def messages_in(value: Any, where: str) -> Any:
     """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON.
 
     Raises:
-        UserError: it is JSON that no row may have; it names ``where``.
+        UserError: it gives messages, with two values of one key, or is other JSON that no row may have. It names
+            ``where``.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

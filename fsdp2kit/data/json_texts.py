@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fsdp2kit.data.fields import shortened
 from fsdp2kit.errors import UserError
+
+_LONGEST = 60  # letters of a value in an error
 
 
 class KeyTwice(UserError):
@@ -24,8 +25,10 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return found
     first: dict[str, Any] = {}
     for key, value in pairs:
-        if json.dumps(first.setdefault(key, value)) != json.dumps(value):
-            raise _Twice(f"the key {key!r}: {shortened(first[key])} and {shortened(value)}")
+        texts = [json.dumps(one, sort_keys=True) for one in (first.setdefault(key, value), value)]
+        if texts[0] != texts[1]:
+            one, other = (text if len(text) <= _LONGEST else text[:_LONGEST] + "…" for text in texts)
+            raise _Twice(f"the key {key!r}: {one} and {other}")
     return found
 
 

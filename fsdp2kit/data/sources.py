@@ -39,8 +39,8 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
-"""What `datasets` writes about a set: no rows."""
+_ABOUT = ("dataset_info", "dataset_infos", "config", "readme", "license", "licence")
+"""Names of files that hold no rows, without their suffix."""
 _SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.)")
 _END = r"(-?(\d+|(\d\d?|100)%))?"  # of a slice
 _SPLIT = re.compile(rf"[^\[\]+]+(\[{_END}:{_END}\])?")  # a name, perhaps with a slice
@@ -410,11 +410,11 @@ def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str
 def _check_unnamed(unnamed: Sequence[str], chosen: Sequence[str], folder: str, where: str) -> None:
     """Refuse data files that are named for no split, beside files that are: they would be left out without a word.
 
-    Files of another kind, such as a README.txt beside JSON lines, are no data.
+    Files of another kind, such as notes.txt beside JSON lines, are no data.
     """
-    suffixes = {suffix_of(file) for file in chosen}
+    kinds = {_KINDS[suffix_of(file)] for file in chosen}
     for file in unnamed:
-        if suffix_of(file) in suffixes and PurePosixPath(file).name not in _DESCRIPTIONS:
+        if _KINDS[suffix_of(file)] in kinds and PurePosixPath(file.lower()).stem not in _ABOUT:
             one, other = (path.removeprefix(folder).lstrip("/") for path in (file, chosen[0]))
             what = f"{one} is named for no split, and {other} is, so {one} would be left out"
             raise UserError(where, what, "name it for a split, or give a pattern of the files to read")

@@ -185,7 +185,7 @@ def _encode(texts: Sequence[_Encodable], renderer: Renderer, findings: Findings)
         elif kind is WholeText:
             encoded += _encode_whole_texts(some, tokenizer, findings)
         else:
-            encoded += some
+            encoded += [(one.ids, one.supervised) for one in some]
     return encoded
 
 

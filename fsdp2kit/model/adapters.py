@@ -245,7 +245,7 @@ def names_experts(model: PreTrainedModel, config_dir: Path) -> bool:
         config_dir: has the adapter's config.
 
     Raises:
-        UserError: the adapter does not fit the model.
+        UserError: a name in its config stands for no module, or for some parts of experts alone.
     """
     if not find_experts(model):
         return False

@@ -155,8 +155,9 @@ def model_on_meta(config_dir: str | Path, *, trust_remote_code: bool = False) ->
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({error})", todo) from error
     architecture = next(iter(raw.get("architectures") or ()), None)
-    runs_own_code = "auto_map" in raw and trust_remote_code
-    if "auto_map" in raw and not runs_own_code and not hasattr(transformers, architecture or ""):
+    own_classes = raw.get("auto_map") or {}
+    runs_own_code = trust_remote_code and AutoModelForCausalLM.__name__ in own_classes
+    if own_classes and not runs_own_code and not hasattr(transformers, architecture or ""):
         return None
     try:
         config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=runs_own_code)

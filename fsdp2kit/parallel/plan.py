@@ -7,7 +7,7 @@ plan. Planning needs no device, no weights and no process group.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -30,7 +30,6 @@ from fsdp2kit.model.inspect import (
     inspect_model,
 )
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.context_parallel.flash import try_flash
 from fsdp2kit.parallel.expert_parallel.partition import ExpertPlan, plan_experts
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
@@ -175,8 +174,6 @@ def plan_parallel(
         refuse_model(model, config, traits=traits, device=device)
         refuse_packs_that_leak(model, config, traits=traits, attention=None)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type)
-        if device is not None and torch.cuda.is_available():
-            attention = replace(attention, flash=try_flash(attention.flash, device=device))
         refuse_packs_that_leak(model, config, traits=traits, attention=attention)
         refuse_untried_expert_parallelism(model, config, sizes)
         experts = plan_experts(model, sizes)

@@ -16,6 +16,7 @@ from fsdp2kit.data.columns import RowColumns, read_columns, row_key
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.formats.table import looks_unwrapped
 from fsdp2kit.data.held_out import key_border
+from fsdp2kit.data.json_texts import load_json
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
@@ -139,6 +140,14 @@ def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
     assert tokenizer.decode(better[0]) == whole
     with pytest.raises(UserError, match="has no chat template"):
         encode_rows([Row(row, "x")], how, make_tokenizer(None))
+
+
+def test_a_text_that_only_looks_like_messages_is_no_mistake_where_it_comes_first() -> None:
+    """Behind a text, messages in JSON are an answer like any other text, whatever they hold."""
+    answer = '[{"role": "user", "role": "assistant", "content": "x"}]'
+    row = {"prompt": "Write JSON", "completion": answer}
+    section = DataConfig(format="prompt_completion")
+    assert not looks_unwrapped(read(row, section), make_tokenizer(templates.CHATML))
 
 
 def test_what_looks_unwrapped() -> None:
@@ -443,6 +452,11 @@ ARGUMENTS = [SINGLE[0], {"role": "assistant", "tool_calls": [{"name": "f", "argu
 )
 def test_two_values_of_a_key_are_refused_in_a_text_too(row: dict, format: Any, what: str, tokenizer) -> None:
     assert what in refused(row, tokenizer, DataConfig(format=format))
+
+
+def test_the_same_value_twice_is_read() -> None:
+    text = '{"a": {"x": 1, "y": [2]}, "a": {"y": [2], "x": 1}}'
+    assert load_json(text, "x") == json.loads(text)
 
 
 def test_a_text_that_is_no_messages_may_be_any_json(tokenizer) -> None:

@@ -479,9 +479,9 @@ def test_a_digit_ends_a_splits_name_as_in_datasets(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("other", ["more.jsonl", "v2/a.jsonl", "v2/a.jsonl.gz"])
+@pytest.mark.parametrize("other", ["more.jsonl", "more.ndjson", "v2/a.jsonl", "v2/a.jsonl.gz"])
 def test_a_file_that_is_named_for_no_split_beside_one_that_is(other: str, tmp_path: Path) -> None:
-    for name in ("v1/train.jsonl", "v1/dev.jsonl", "dataset_infos.json", "notes.txt", other):
+    for name in ("v1/train.jsonl", "v1/dev.jsonl", "dataset_infos.json", "config.json", "notes.txt", other):
         write_rows(tmp_path / name, [{"n": name}])
     with pytest.raises(
         UserError, match=rf"{other} is named for no split, and v1/train.jsonl is, so .* left out; name"

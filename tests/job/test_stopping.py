@@ -136,21 +136,21 @@ def figures(run_dir: Path) -> list[tuple[Any, ...]]:
 
 CASES = [
     ("evaluating", 1, signal.SIGINT, [0]),
-    full("evaluating", 2, signal.SIGHUP, [1]),
+    pytest.param("evaluating", 2, signal.SIGHUP, [1], marks=pytest.mark.slow),
     full("reading data", 2, signal.SIGTERM, [0, 1]),
-    full("loading weights", 2, signal.SIGINT, [0]),
-    full("the first step", 2, signal.SIGTERM, [1]),
+    pytest.param("loading weights", 2, signal.SIGINT, [0], marks=pytest.mark.slow),
+    pytest.param("the first step", 2, signal.SIGTERM, [1], marks=pytest.mark.slow),
     full("a step", 2, signal.SIGUSR1, [1]),
-    full("the last evaluation", 2, signal.SIGTERM, [0, 1]),
-    full("answering prompts", 2, signal.SIGINT, [0, 1]),
+    pytest.param("the last evaluation", 2, signal.SIGTERM, [0, 1], marks=pytest.mark.slow),
+    pytest.param("answering prompts", 2, signal.SIGINT, [0, 1], marks=pytest.mark.slow),
     full("saving", 2, signal.SIGTERM, [0, 1]),
     full("exporting", 2, signal.SIGTERM, [0, 1]),
     full("generating", 2, signal.SIGTERM, [1]),
     full("finding rewards", 2, signal.SIGINT, [0, 1]),
-    full("syncing weights", 2, signal.SIGTERM, [0]),
-    full("reading data", 1, signal.SIGINT, [0]),
-    full("the first step", 1, signal.SIGTERM, [0]),
-    full("generating", 1, signal.SIGHUP, [0]),
+    pytest.param("syncing weights", 2, signal.SIGTERM, [0], marks=pytest.mark.slow),
+    pytest.param("reading data", 1, signal.SIGINT, [0], marks=pytest.mark.slow),
+    pytest.param("the first step", 1, signal.SIGTERM, [0], marks=pytest.mark.slow),
+    pytest.param("generating", 1, signal.SIGHUP, [0], marks=pytest.mark.slow),
 ]
 
 

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.model.assets import copy_assets, find_hf_dir, save_assets
-from fsdp2kit.model.build import build_model
+from fsdp2kit.model.build import build_model, model_on_meta
 from fsdp2kit.model.code_files import code_files
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.weights.record import source_of
+from fsdp2kit.weights.record import source_of, weights_of
 from tests.data.helpers.templates import CHATML, make_tokenizer
 from tests.support.models import tiny_model_dir
+from tests.support.parts import write_whole
 from tests.support.runs import run_recipe
 from tests.support.workers import WorkerPool
 from tools import dcp_to_hf, generate, hf_to_dcp
@@ -212,6 +213,17 @@ def train_coded(pool: WorkerPool, tmp_path: Path, source: Path, *overrides: str)
 
 
 TRUST = "--trust-remote-code"
+
+
+def test_code_of_a_processor_alone_does_not_make_the_model_another(tmp_path: Path) -> None:
+    source = write_whole("gemma3", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoProcessor": "processor.P"}}))
+    model, trusted = (model_on_meta(source, trust_remote_code=trusts) for trusts in (False, True))
+    assert model is not None
+    assert trusted is not None
+    assert list(trusted.state_dict()) == list(model.state_dict())
+    assert weights_of(trusted).names.whole is not None
 
 
 def test_a_run_exports_and_converts_the_code_of_its_model(

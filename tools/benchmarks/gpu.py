@@ -343,6 +343,7 @@ def _measure(group: str, name: str, *, world: World, dry_run: bool, profile: boo
     figures, too_many = halved_until_it_fits(measured, rows)
     if too_many:
         figures["out_of_memory_with_rows"] = ", ".join(map(str, too_many))
+        return figures  # the planned peak is one of more rows
     return {**figures, **planned}
 
 

@@ -157,7 +157,7 @@ class DataConfig(Section):
     and the assistant's. "none" joins them unchanged."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Supervised tokens of a conversation: the assistant's with its end-of-turn tokens, those of its last message, or
-    all. With prompts and completions: the completion, or all."""
+    all. With prompts and completions: the completion, or all. Rows of tokens say it by their labels and masks."""
     seq_len: Annotated[int, Field(ge=2, lt=2**31)] = 2048
     """Tokens in a sequence of the batch: a pack, or one padded document."""
     pack: bool = True

@@ -39,7 +39,7 @@ def _check_columns(row: RowColumns, prompt: Any, chosen: Any, rejected: Any) -> 
     if not isinstance(chosen, str):  # messages may begin with a text that is the prompt
         return
     if prompt is not None:
-        check_kinds(row, prompt, chosen)
+        check_kinds(row, prompt, chosen, "chosen")
         return
     others = {name.lower() for name, value in row.all.items() if value}
     if others & set(ALSO["prompt"]):

@@ -24,16 +24,16 @@ def read_prompt_completion(row: RowColumns) -> list[Conversation | PlainText]:
     completion = row["completion"]
     if not isinstance(prompt, str):  # behind a text, messages in JSON are an answer like any other text
         completion = messages_in(completion, row.where)
-    check_kinds(row, prompt, completion)
+    check_kinds(row, prompt, completion, "completion")
     prompt = text_or_messages(prompt, row.where, "prompt")
     completion = text_or_messages(completion, row.where, "completion")
     return [answered(row, prompt, completion)]
 
 
-def check_kinds(row: RowColumns, prompt: Any, answer: Any) -> None:
-    """Refuse a text beside messages, unless texts are put into the chat template."""
+def check_kinds(row: RowColumns, prompt: Any, answer: Any, name: str) -> None:
+    """Refuse a text beside messages, unless texts are put into the chat template; ``name`` is the answer's column."""
     if row.section.wrap != "chat" and isinstance(prompt, str) != isinstance(answer, str):
-        what = "prompt and completion are a text and a list of messages"
+        what = f"prompt and {name} are a text and a list of messages"
         raise UserError(row.where, what, "give two of a kind")
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fsdp2kit.config.data_formats import DataFormat
-from fsdp2kit.data.columns import RowColumns, messages_in
+from fsdp2kit.data.columns import RowColumns, is_plain_text
 from fsdp2kit.data.conversation import Conversation, PlainText, WholeText
 from fsdp2kit.data.formats.alpaca import read_alpaca
 from fsdp2kit.data.formats.chat import read_chat
@@ -30,7 +30,7 @@ class Format(NamedTuple):
     read: Callable[[RowColumns], Sequence[Read]]
     """A row → what is tokenised: one for each of its answers, or the documents of a row of tokens."""
     answers: int = 1
-    """Answers that a row has, each tokenised with its prompt. Of two, the better one is first."""
+    """Documents of a row that are kept or dropped together: answers with their prompt. Of two, the better is first."""
     wraps: str | None = None
     """Our name of the column with the answer, if ``data.wrap`` puts the format's plain texts into the template."""
     asks_template: bool = True
@@ -50,12 +50,10 @@ FORMATS: dict[DataFormat, Format] = {
 def looks_unwrapped(row: RowColumns, tokenizer: Tokenizer) -> bool:
     """Whether a row's prompt is a plain text without special tokens, although the tokenizer has a chat template."""
     column = FORMATS[row.section.format].wraps
-    if column is None:
+    if column is None or row.section.wrap == "chat" or not tokenizer.chat_template:
         return False
-    answer = messages_in(row.whole.get(row.called(column)), row.where)
-    prompt = messages_in(row.whole.get(row.called("prompt")), row.where) or answer  # which may begin with it
-    if row.section.wrap == "chat" or not tokenizer.chat_template:
-        return False
-    if not (isinstance(prompt, str) and isinstance(answer, str)):
+    answer = row.whole.get(row.called(column))
+    prompt = row.whole.get(row.called("prompt")) or answer  # which may begin with it
+    if not (is_plain_text(prompt) and is_plain_text(answer)):
         return False
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())

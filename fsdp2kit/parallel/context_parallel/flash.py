@@ -141,7 +141,8 @@ def _check_asked(
     title = _FLASH[asked].title
     if path.kernel != VARLEN:
         what = f'{asked!r} computes attention "varlen", and here it is {path.kernel!r} ({path.kernel_reason})'
-        raise UserError(_KEY, what, f'{_LEAVE_OUT}, or set model.attention = "varlen"')
+        is_asked = config.model.attention != "auto"  # else varlen does not compute what the model needs
+        raise UserError(_KEY, what, f'{_LEAVE_OUT}, or set model.attention = "varlen"' if is_asked else _LEAVE_OUT)
     if device_type == "cpu":
         raise UserError(_KEY, f"{asked!r}, and {title} does not run on a CPU", f"{_LEAVE_OUT}, or use a GPU")
     if config.fsdp.param_dtype == "float32":
@@ -185,16 +186,16 @@ def _attends(module: object) -> bool:
     return value_of(module, "num_key_value_groups") is not None and value_of(module, "qk_head_dim") is None
 
 
-def try_flash(choice: FlashChoice | None, *, device: torch.device) -> FlashChoice | None:
-    """The same choice, with how far it is from plain attention on ``device``; torch's own is not tried.
+def try_flash(choice: FlashChoice, *, device: torch.device) -> None:
+    """Compare a choice with plain attention on ``device``; torch's own is not tried.
 
     A trial is made once in a process, and leaves torch's registry as it was.
 
     Raises:
         UserError: it is not installed, the device is not one of its own, or its results differ by more than rounding.
     """
-    if choice is None or choice.impl is None:
-        return choice
+    if choice.impl is None:
+        return
     if device.type != "cuda":
         raise UserError(_KEY, f"{choice.title} does not run on a {device.type.upper()}", f"{_LEAVE_OUT}, or use a GPU")
     needs = _BY_IMPL.get(choice.impl)
@@ -204,18 +205,15 @@ def try_flash(choice: FlashChoice | None, *, device: torch.device) -> FlashChoic
         name = torch.cuda.get_device_name(device)
         what = f"{choice.title} needs compute capability {known}, and {name} has {capability[0]}.{capability[1]}"
         raise UserError(_KEY, what, _LEAVE_OUT)
-    difference = _tried(choice, device, torch.are_deterministic_algorithms_enabled())
-    if isinstance(difference, str):
-        raise UserError(_KEY, difference, _LEAVE_OUT)
-    reason = f"{choice.reason}; differs from plain attention by {difference:.1%} on this device, in rounding"
-    return FlashChoice(choice.title, choice.impl, reason, choice.shapes, choice.windows, choice.dtype)
+    if what := _found_wrong(choice, device, torch.are_deterministic_algorithms_enabled()):
+        raise UserError(_KEY, what, _LEAVE_OUT)
 
 
 def apply_flash(choice: FlashChoice | None, *, device: torch.device) -> None:
     """Let the chosen FlashAttention compute attention in this process from here on.
 
     Raises:
-        UserError: as `try_flash`, which is called for a choice that was not tried on this device yet.
+        UserError: as `try_flash`, which is asked first.
     """
     if choice is None:
         return
@@ -259,12 +257,11 @@ def _first_line(error: BaseException) -> str:
 
 
 @lru_cache(maxsize=16)
-def _tried(choice: FlashChoice, device: torch.device, deterministic: bool) -> float | str:
-    """The largest relative difference from plain attention, or what is wrong."""
+def _found_wrong(choice: FlashChoice, device: torch.device, deterministic: bool) -> str | None:
+    """What a trial finds wrong with a choice."""
     if not choice.shapes:
         return f"{choice.title} cannot be tried: the model's config has no attention heads"
     with _active(choice):
-        largest = 0.0
         for shape in choice.shapes:
             heads = f"with {shape.heads} query and {shape.kv_heads} key heads of width {shape.width}"
             try:
@@ -277,10 +274,9 @@ def _tried(choice: FlashChoice, device: torch.device, deterministic: bool) -> fl
                 if not difference <= BOUND:
                     bound = f"relative difference {difference:.2g}; rounding is at most {BOUND}"
                     return f"{choice.title} gives another {what} than plain attention {heads} ({bound})"
-                largest = max(largest, difference)
             if not repeats:
                 return f"{choice.title} gives other bits in every call {heads}, unlike run.deterministic = true"
-    return largest
+    return None
 
 
 class Trial:
