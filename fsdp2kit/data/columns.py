@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from fsdp2kit.config.data_formats import COLUMNS
 from fsdp2kit.config.sections.data import ColumnsConfig, DataConfig
@@ -195,7 +195,7 @@ def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
     return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
 
 
-def is_plain_text(value: Any) -> bool:
+def is_plain_text(value: Any) -> TypeGuard[str]:
     """Whether a value is a text, and not one of JSON that `messages_in` reads."""
     try:
         return isinstance(messages_in(value, ""), str)
