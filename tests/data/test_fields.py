@@ -17,6 +17,7 @@ from fsdp2kit.errors import UserError
 from tests.data.helpers import templates
 from tests.data.helpers.families import TOOL, talk_for, tokenizer_of
 from tests.data.helpers.templates import encode_chat, learnt_text, make_tokenizer
+from tests.support.models import IS_5_17
 
 made = cache(make_tokenizer)
 OURS = (Path(__file__).parents[2] / "fsdp2kit/templates/chatml.jinja").read_text(encoding="utf-8")
@@ -39,6 +40,8 @@ def text(value: str, kind: str = "text") -> dict[str, Any]:
 def assistant(*parts: Any, **fields: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": list(parts), **fields}]
 
+
+GIVES_THINKING = pytest.mark.skipif(IS_5_17, reason="transformers 5.17 gives templates no `thinking`: it is refused")
 
 ANTHROPIC = [
     {"role": "user", "content": [text("Weather?")]},
@@ -75,7 +78,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("messages", [ANTHROPIC, MIXED], ids=["anthropic", "others"])
-@pytest.mark.parametrize("name", ["ours", "gpt_oss", "granite"])
+@pytest.mark.parametrize("name", ["ours", pytest.param("gpt_oss", marks=GIVES_THINKING), "granite"])
 def test_parts_are_what_openai_writes_as_fields(name: str, messages: list[dict[str, Any]]) -> None:
     tokenizer = made(OURS) if name == "ours" else tokenizer_of(name)
     talks = [copy.deepcopy(messages), copy.deepcopy(EXPECTED)]
