@@ -364,6 +364,10 @@ def user_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+TRUST_CODE = "read that code, and if you trust it give --trust-remote-code"
+"""What to do about a model that runs code of its own, for errors."""
+
+
 def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
     """The flag of commands that load a model: what ``model.trust_remote_code`` is in a TOML."""
     text = "run the model repository's own Python code; leave it off unless you have read that code"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, logging
 
-from fsdp2kit.console import add_trust_remote_code, in_one_line, positive, show, user_path
+from fsdp2kit.console import TRUST_CODE, add_trust_remote_code, in_one_line, positive, show, user_path
 from fsdp2kit.data.tokens import plain_prompt_ids
 from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.build import load_whole
@@ -68,7 +68,7 @@ def load(directory: Path, *, trust_remote_code: bool = False) -> tuple[Any, Any]
         model = load_model(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
         if "trust_remote_code" in str(error):
-            todo = "read that code, and if you trust it give --trust-remote-code"
+            todo = TRUST_CODE
         raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
     return tokenizer, model
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.checkpoint.keys import stored_weights
 from fsdp2kit.checkpoint.reader import StoredTensors
 from fsdp2kit.checkpoint.source import CheckpointSource
+from fsdp2kit.console import TRUST_CODE
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_json_object, replace_file, replace_json
 from fsdp2kit.model.adapters import names_experts
@@ -171,9 +172,7 @@ def plan_export(
     if not source.is_adapter:
         if model is None and manifest is None:
             what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
-            raise UserError(
-                str(source.config_dir), what, "read that code, and if you trust it give --trust-remote-code"
-            )
+            raise UserError(str(source.config_dir), what, TRUST_CODE)
         parts = find_parts(model, source.checkpoint, source.environment, parts_dir or source.config_dir)
     keys, tensors = stored_weights(source.reader, model)
     if source.is_adapter:

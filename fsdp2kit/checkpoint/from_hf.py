@@ -23,7 +23,7 @@ from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.staging import PARTIAL, RECORD, clear_beside, make_beside, mark
 from fsdp2kit.checkpoint.state import load_weights, save_tensors
-from fsdp2kit.console import progress_bar
+from fsdp2kit.console import TRUST_CODE, progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files.local import sync
 from fsdp2kit.files.remote import on_disk, to_path
@@ -78,7 +78,7 @@ def model_of(config_dir: str | Path, *, trust_remote_code: bool = False) -> PreT
     """The model of a Hugging Face directory without storage; refused if it has code of its own that is not trusted."""
     model = model_on_meta(config_dir, trust_remote_code=trust_remote_code)
     if model is None:
-        todo = "start from it with model.path, or read that code, and if you trust it give --trust-remote-code"
+        todo = f"start from it with model.path, or {TRUST_CODE}"
         raise UserError(str(config_dir), "is a model with code of its own", todo)
     return model
 
@@ -160,8 +160,7 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path, *, trust_remote_c
             if "trust_remote_code" not in str(error):
                 raise
             what = "is written, and not verified: the model runs code of its own"
-            todo = "read that code, and if you trust it give --trust-remote-code"
-            raise UserError(str(hf_dir), what, todo) from None
+            raise UserError(str(hf_dir), what, TRUST_CODE) from None
         theirs = load_whole(folder, dtype="auto", trust_remote_code=trust_remote_code).eval()
         config = trained_config(config)
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype, trust_remote_code=trust_remote_code).eval()

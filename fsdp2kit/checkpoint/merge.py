@@ -21,6 +21,7 @@ from fsdp2kit.checkpoint.hf import write_export
 from fsdp2kit.checkpoint.keys import MODEL_PREFIX
 from fsdp2kit.checkpoint.reader import StoredTensors
 from fsdp2kit.checkpoint.source import CheckpointSource, open_source
+from fsdp2kit.console import TRUST_CODE
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.local import read_json_object
 from fsdp2kit.files.remote import to_path
@@ -85,7 +86,7 @@ def plan_merge(
     model = source.model
     if model is None:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
-        raise UserError(str(config_dir), what, "read that code, and if you trust it give --trust-remote-code")
+        raise UserError(str(config_dir), what, TRUST_CODE)
     parts = find_parts(model, source.checkpoint, source.environment, base_dir)
     chosen = choose_dtype(dtype, _dtypes_of_base(config_dir, base_dir, model, parts))
     with open_pretrained(model, base_dir, allow_unexpected=True, grow=True) as (found, _):

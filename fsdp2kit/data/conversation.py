@@ -54,7 +54,7 @@ class PlainText(NamedTuple):
 
 
 class WholeText(NamedTuple):
-    """A plain text of which every token is supervised."""
+    """A plain text. Every token of it is supervised."""
 
     text: str
     where: str

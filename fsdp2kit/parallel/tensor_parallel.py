@@ -74,7 +74,7 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
 def fill_split(target: Tensor, whole: Tensor) -> None:
     """Copy a tensor into ``target``, or this rank's part of it where that is split.
 
-    Of a fused tensor (`gate_up_proj`) this part is no range of rows, so `fsdp2kit.weights.shards` cannot fill it.
+    `fsdp2kit.weights.shards` fills ranges of rows. The part of a fused tensor (`gate_up_proj`) is not one.
     """
     if isinstance(target, DTensor):
         part = distribute_tensor(whole.contiguous(), target.device_mesh, target.placements, src_data_rank=None)

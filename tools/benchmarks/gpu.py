@@ -157,13 +157,13 @@ GROUPS: dict[str, Group] = {
 }
 
 _FILL = 0.9
-"""Of a device's memory, for the planned peak. The rest is for the context, buffers of libraries, and fragments."""
+"""Share of a device's memory that the planned peak may take. Context, libraries and fragments need the rest."""
 _MOST_ROWS = 8
 _DRY_ROWS = 2
 _DRY_SEQ_LEN = 64
 _DRY_STEPS = 4
 _DRY_MEMORY = 4608 * 2**10
-"""Of the device that a dry run on a CPU imagines where rows are chosen."""
+"""Bytes. A dry run on a CPU chooses rows for an imagined device with this memory."""
 _NOT_HERE = ("unsloth", "torchtune")
 """Alternatives without a side here."""
 

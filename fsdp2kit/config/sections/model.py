@@ -40,9 +40,10 @@ _INSTEAD: dict[str, dict[Contents, str]] = {
 def _refuse_cudnn(value: object) -> object:
     if value == "cudnn":
         what = (
-            "torch 2.13 leaves cuDNN's variable-length attention switched off itself: it plans anew in every call, and"
+            "torch 2.13 leaves cuDNN's variable-length attention switched off itself: it plans anew in every call, "
+            "and unaligned tensors give wrong results without an error"
         )
-        raise PydanticCustomError("cudnn", f"{what} unaligned tensors give wrong results without an error")
+        raise PydanticCustomError("cudnn", what)
     return value
 
 

@@ -25,7 +25,7 @@ class HeadShape(NamedTuple):
     kv_heads: int
     """Heads of keys and values."""
     width: int
-    """Of the wider of keys and values: the kernels take one width for both."""
+    """Of keys or of values, whichever is wider: the kernels take one width for both."""
 
 
 @dataclass(frozen=True)
