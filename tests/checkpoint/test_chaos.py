@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chaos import Harness, Kill, draw, tally
-from tests.support.models import demo_model_dir, full
+from tests.support.models import demo_model_dir, slow
 from tests.support.short_run import EVERY, STEPS, TOML, outcome
 
 SIZE = 2
@@ -41,7 +41,7 @@ def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()
     return kills
 
 
-@pytest.mark.parametrize("runs", [1, full(3)])
+@pytest.mark.parametrize("runs", [1, slow(3)])
 def test_killed_runs_end_as_if_they_had_not_been(
     runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

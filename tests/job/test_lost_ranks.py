@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, killed: int) -> Non
     assert "gloo/transport" in kept
 
 
-SHORT = "run.timeout_minutes=0.2"
+SHORT = "run.timeout_minutes=0.1"
 
 
 @pytest.mark.full
@@ -121,7 +121,7 @@ def test_a_rank_that_sleeps_is_named_with_its_place_and_ended(tmp_path: Path) ->
     assert codes == [1, 1], said
     [line] = lines
     where = rf"error: step 3, forward, \w+: rank 1 on {HOST} is still in step 3, forward, at [^/]+/own.py:20"
-    assert re.match(where + r" in act_in, and has not come within run.timeout_minutes = 0.2; ", line), line
+    assert re.match(where + r" in act_in, and has not come within run.timeout_minutes = 0.1; ", line), line
     assert f"{run_dir}/errors/rank-1.txt" in line
     assert "time.sleep(1000)" in (run_dir / "errors" / "rank-1.txt").read_text()
     assert "Traceback" not in said

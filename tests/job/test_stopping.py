@@ -146,7 +146,7 @@ CASES = [
     full("saving", 2, signal.SIGTERM, [0, 1]),
     full("exporting", 2, signal.SIGTERM, [0, 1]),
     full("generating", 2, signal.SIGTERM, [1]),
-    full("finding rewards", 2, signal.SIGINT, [0, 1]),
+    pytest.param("finding rewards", 2, signal.SIGINT, [0, 1], marks=pytest.mark.slow),
     pytest.param("syncing weights", 2, signal.SIGTERM, [0], marks=pytest.mark.slow),
     pytest.param("reading data", 1, signal.SIGINT, [0], marks=pytest.mark.slow),
     pytest.param("the first step", 1, signal.SIGTERM, [0], marks=pytest.mark.slow),
@@ -199,7 +199,7 @@ def launch(folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
         ), folder / "log"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ctrl_c_in_an_evaluation_of_launched_ranks_prints_no_traceback(tmp_path: Path) -> None:
     write(tmp_path, "evaluating", is_slow=True)
     process, log = launch(tmp_path, f"run.dir={tmp_path / 'run'}", *options("evaluating"))
@@ -218,7 +218,7 @@ def test_ctrl_c_in_an_evaluation_of_launched_ranks_prints_no_traceback(tmp_path:
     assert read_run(tmp_path / "run").state == "stopped"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_mistake_on_launched_ranks_is_one_line(tmp_path: Path) -> None:
     write(tmp_path, "evaluating", is_slow=False)
     process, log = launch(tmp_path, "trian.steps=3")

@@ -182,7 +182,6 @@ OPTIMIZERS = ("adamw_bf16", "adamw_8bit", "muon")
     ("optimizer", "meshes"),
     [
         full("adamw", ANY_EP),
-        full("adamw_8bit", ANY_EP[:1]),
         full("muon", ANY_EP[:1]),
         *(slow(name, ANY_EP) for name in OPTIMIZERS),
     ],

@@ -70,7 +70,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [slow(name) if name == "adamw_bf16" else full(name) for name in RESUMED])
+@pytest.mark.parametrize("optimizer", [full(name) if name == "adamw" else slow(name) for name in RESUMED])
 def test_resumes_on_a_mesh_where_they_are_sharded_by_rows(optimizer: str, pool: WorkerPool, tmp_path: Path) -> None:
     if optimizer == "adamw_8bit":
         pytest.importorskip("torchao")

@@ -15,7 +15,7 @@ from fsdp2kit.job import distributed
 from fsdp2kit.parity import check
 from fsdp2kit.parity.reference import cross_entropy_sum, gradient_distances, load_plain, make_batches, plain_logits
 from fsdp2kit.parity.variants import METHODS, STRATEGIES, Variant, variants
-from tests.support.models import tiny_model_dir
+from tests.support.models import slow, tiny_model_dir
 from tests.support.workers import WorkerPool, run_command
 
 
@@ -63,9 +63,7 @@ def float32_error(path: Path) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "whole"), [("gemma3", False), ("gemma3n", False), pytest.param("gemma3", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "whole"), [slow("gemma3", False), ("gemma3n", False), slow("gemma3", True)])
 def test_what_is_right_passes_in_both_dtypes(kind: str, whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir(kind, tmp_path)
     # Gemma 3n's gradients are sums that cancel, and five steps add to that: on an Intel Xeon gradients and their norm

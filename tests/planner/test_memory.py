@@ -243,10 +243,14 @@ REPEATED = (
     "llama, long, full",
     "hybrid_shard, accumulated",
     "accumulated",
+    "tied, accumulated",
     "tied, held back",
     "lora",
     "nf4",
+    "nf4, full, accumulated",
+    "granite, its own head",
     "experts partitioned over 4",
+    "experts, hybrid, accumulated",
 )
 OTHERS = [
     pytest.param(
@@ -442,10 +446,11 @@ def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, poo
 
 # Gemma 3n keeps more beside its layers: four streams, and embeddings of each layer.
 FAMILIES = (*RECURRENT, *MIXTURES, "llama4", "glm4")
+# Others of `FAMILIES` have their layers.
+SIMILAR = ("qwen3_next", "qwen3_5_moe", "olmo_hybrid", "bamba", "lfm2_moe")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [slow(kind) if kind in SIMILAR else full(kind) for kind in FAMILIES])
 def test_the_plan_is_what_real_tensors_take_in_each_family(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Rows of one document: shorter ones in packs would be filled up to a scan's chunk."""
     for mode in ("none", "full"):

@@ -37,7 +37,7 @@ from fsdp2kit.weights.record import find_ties, weights_of
 from fsdp2kit.weights.transfer import MappingReader, transfer
 from tests.rl.helpers.runs import write_toml as write_rollouts
 from tests.support.cases import Case, run_cases
-from tests.support.models import VOCABULARY, beyond, full, plain_batches
+from tests.support.models import VOCABULARY, beyond, full, plain_batches, slow
 from tests.support.parts import load_class, look, read_all, stored, write_whole
 from tests.support.runs import assert_refused, run_recipe
 from tests.support.workers import WorkerPool
@@ -70,12 +70,12 @@ def is_text(name: str) -> bool:
 RUNS = [
     ("gemma3", 2),
     full("gemma4", 1),
-    full("qwen3_vl", 2),
-    full("mistral3", 1),
+    slow("qwen3_vl", 2),
+    slow("mistral3", 1),
     full("qwen3_5", 2),
     full("qwen3_vl_moe", 1),
 ]
-ADAPTERS = [("gemma3", 1), full("gemma4", 2), full("qwen3_vl", 1), full("mistral3", 2), full("qwen3_vl_moe", 2)]
+ADAPTERS = [("gemma3", 1), slow("gemma4", 2), full("qwen3_vl", 1), full("mistral3", 2), slow("qwen3_vl_moe", 2)]
 
 
 @pytest.mark.parametrize(("kind", "cp"), RUNS)

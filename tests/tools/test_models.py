@@ -11,7 +11,7 @@ import transformers
 
 from fsdp2kit.rl.engines.transformers_engine import TransformersEngine
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
-from tests.support.models import full
+from tests.support.models import full, slow
 from tools.models import COLUMNS, EXACT, MARK, main, row_of, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -38,7 +38,7 @@ def test_a_type_that_transformers_lacks_is_a_mistake(name: str, todo: str, capsy
     assert capsys.readouterr() == ("", f"error: {name}: {what}; {todo}\n")
 
 
-@pytest.mark.parametrize("model_type", ["llama", full("bamba"), full("qwen3_next")])
+@pytest.mark.parametrize("model_type", ["llama", slow("bamba"), full("qwen3_next")])
 def test_generation_that_takes_padding_for_tokens_is_no_exact_one(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
