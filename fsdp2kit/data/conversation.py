@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fsdp2kit.data.columns import RowColumns
 from fsdp2kit.data.json_texts import parsed
-from fsdp2kit.data.messages import Messages, learnt_turns, marks_of
+from fsdp2kit.data.messages import Messages, check_messages, learnt_turns, marks_of, nothing_said
 from fsdp2kit.data.names import FUNCTIONS
 from fsdp2kit.errors import UserError
 
@@ -104,6 +104,53 @@ def with_system(row: RowColumns, messages: Messages) -> Messages:
         what = "the row's column system is not the system prompt that its messages begin with"
         raise UserError(row.where, what, "leave one of them out")
     return messages
+
+
+def only_conversation(row: RowColumns, written: Mapping[str, Any]) -> Messages:
+    """The row's conversation in OpenAI's form. The row may have both default columns if they say the same.
+
+    Args:
+        written: messages as the data writes them, by the names of their columns; at least one.
+    """
+    said = [check_messages(messages, row.where, name=name) for name, messages in written.items()]
+    if len(said) > 1 and said[0] != said[1]:
+        raise ambiguous(row, *(("messages", name) for name in written))
+    return said[0]
+
+
+def ambiguous(row: RowColumns, *choices: tuple[str, str]) -> UserError:
+    """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
+    names = " and ".join(repr(name) for _, name in choices)
+    todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
+    return UserError(row.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
+
+
+def check_kinds(row: RowColumns, prompt: Any, answer: Any, name: str) -> None:
+    """Refuse a text beside messages, unless texts are put into the chat template; ``name`` is the answer's column."""
+    if row.section.wrap != "chat" and isinstance(prompt, str) != isinstance(answer, str):
+        what = f"prompt and {name} are a text and a list of messages"
+        raise UserError(row.where, what, "give two of a kind")
+
+
+def text_or_messages(value: Any, where: str, name: str) -> str | Messages:
+    """A text as it is, messages in OpenAI's form; ``name`` is that of their column."""
+    return value if isinstance(value, str) else check_messages(value, where, name=name)
+
+
+def answered(row: RowColumns, prompt: str | Messages, answer: str | Messages) -> Conversation | PlainText:
+    """A prompt with its answer, two texts or messages. The prompt is supervised only under ``train_on = "all"``."""
+    learns_all = row.section.train_on == "all"
+    if isinstance(prompt, str) and isinstance(answer, str) and row.section.wrap != "chat":
+        check_is_plain(row)
+        if not answer.strip():
+            what = "the completion is empty, so the model would learn to end the text at once"
+            raise UserError(row.where, what, "drop the row")
+        return PlainText(prompt + answer, 0 if learns_all else len(prompt), row.where)
+    if answer == []:  # it only repeats the prompt
+        raise nothing_said(row.where, "completion")
+    before = with_system(row, as_messages(prompt, "user"))
+    messages = [*before, *as_messages(answer, "assistant")]
+    return conversation_of(row, messages, learn_from=0 if learns_all else len(before))
 
 
 def check_is_plain(row: RowColumns) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp2kit.data.columns import RowColumns
-from fsdp2kit.data.conversation import Conversation, conversation_of, with_system
-from fsdp2kit.data.messages import Messages, check_messages
+from fsdp2kit.data.conversation import Conversation, conversation_of, only_conversation, with_system
 from fsdp2kit.errors import UserError
 
 
@@ -39,22 +38,3 @@ def _with_masks(row: RowColumns, messages: Any) -> Any:
             flagged.append(message)
         messages = flagged
     return messages
-
-
-def only_conversation(row: RowColumns, written: Mapping[str, Any]) -> Messages:
-    """The row's conversation in OpenAI's form. The row may have both default columns if they say the same.
-
-    Args:
-        written: messages as the data writes them, by the names of their columns; at least one.
-    """
-    said = [check_messages(messages, row.where, name=name) for name, messages in written.items()]
-    if len(said) > 1 and said[0] != said[1]:
-        raise ambiguous(row, *(("messages", name) for name in written))
-    return said[0]
-
-
-def ambiguous(row: RowColumns, *choices: tuple[str, str]) -> UserError:
-    """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
-    names = " and ".join(repr(name) for _, name in choices)
-    todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
-    return UserError(row.where, f"the row has {names}, which differ", f"say which is meant: {todo}")

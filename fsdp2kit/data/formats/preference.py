@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp2kit.data.columns import RowColumns, messages_in
-from fsdp2kit.data.conversation import Conversation, PlainText, as_messages
+from fsdp2kit.data.conversation import (
+    Conversation,
+    PlainText,
+    answered,
+    as_messages,
+    check_kinds,
+    text_or_messages,
+)
 from fsdp2kit.data.fields import same_at_start
-from fsdp2kit.data.formats.prompt_completion import answered, check_kinds, text_or_messages
 from fsdp2kit.data.messages import Messages
 from fsdp2kit.data.names import ALSO
 from fsdp2kit.errors import UserError

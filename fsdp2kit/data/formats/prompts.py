@@ -5,14 +5,15 @@ from __future__ import annotations
 from fsdp2kit.data.columns import RowColumns, messages_in
 from fsdp2kit.data.conversation import (
     Conversation,
+    ambiguous,
     as_messages,
     check_is_plain,
+    only_conversation,
     prompt_of,
     tools_in,
     variables_in,
     with_system,
 )
-from fsdp2kit.data.formats.chat import ambiguous, only_conversation
 from fsdp2kit.data.messages import Messages, check_messages
 from fsdp2kit.errors import UserError
 
