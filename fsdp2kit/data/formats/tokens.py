@@ -58,7 +58,7 @@ def _said(row: RowColumns, ids: Sequence[int]) -> dict[str, list[bool]]:
     said: dict[str, list[bool]] = {}
     if reads_labels and row.given("labels") is not None:
         name = row.called("labels")
-        said[name] = _labelled(row.from_json(name), ids, row.where)
+        said[name] = _read_labels(row, name, ids)
     if reads_masks:
         said |= row.masks(len(ids), "input_ids")
     return said
@@ -85,6 +85,18 @@ def _check_agreement(said: Mapping[str, list[bool]], starts: Sequence[int], wher
             what = f"{yes} says that token {at} is learnt, and {no} that it is not"
             todo = f'let them agree, or say which is meant: data.columns.labels = "labels" or .loss_mask = "{name}"'
             raise UserError(where, what, todo)
+
+
+def _read_labels(row: RowColumns, name: str, ids: Sequence[int]) -> list[bool]:
+    """Whether each token is learnt by the labels in the column ``name``."""
+    try:
+        return _labelled(row.from_json(name), ids, row.where)
+    except UserError as error:
+        if row.section.train_on != "all":
+            raise
+        # Every token is learnt, so the row needs no labels.
+        todo = f'{error.todo}, or set data.columns.ignore = ["{name}"]'
+        raise UserError(error.where, error.what, todo) from None
 
 
 def _labelled(labels: Any, ids: Sequence[int], where: str) -> list[bool]:

@@ -65,6 +65,15 @@ def test_every_token_is_learnt_only_of_rows_that_leave_none_out(name: str, kept,
     assert read({"input_ids": IDS, name: left_out}, tokenizer, ignored) == [(IDS, [True] * 6)]
 
 
+@pytest.mark.parametrize("labels", [[-100, 6], [-100, 7, 8, 9, 10, 5], ["a"] * 6, "[", 3])
+def test_labels_that_cannot_be_read_may_be_ignored_where_every_token_is_learnt(labels, tokenizer) -> None:
+    row, advice = {"input_ids": IDS, "labels": labels}, ', or set data.columns.ignore = ["labels"]'
+    everything = DataConfig(format="tokens", train_on="all")
+    assert refused(row, tokenizer, everything) == refused(row, tokenizer) + advice
+    ignored = DataConfig(format="tokens", train_on="all", columns=ColumnsConfig(ignore=["labels"]))
+    assert read(row, tokenizer, ignored) == [(IDS, [True] * 6)]
+
+
 def test_transformers_own_mask_gives_the_tokens_of_the_conversation(tokenizer) -> None:
     """Its ``assistant_masks`` of a template with markers, beside ours of the same messages."""
     theirs = tokenizer.apply_chat_template(MULTI, return_dict=True, return_assistant_tokens_mask=True)
