@@ -69,6 +69,25 @@ def load_json(text: str, where: str, name: str = "", *, keeps_last: bool = False
     return value
 
 
+def row_with_key_twice(text: str) -> int:
+    """The index of the first entry of an array that holds an object with two values of one key.
+
+    Args:
+        text: the array, for which `load_json` raises `KeyTwice`.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_as_object)
+    at = text.index("[") + 1
+    number = 0
+    while True:
+        while text[at] in " \t\r\n,":
+            at += 1
+        try:
+            _, at = decoder.raw_decode(text, at)
+        except _Twice:
+            return number
+        number += 1
+
+
 def parsed(value: Any, where: str, name: str) -> Any:
     """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
     if not isinstance(value, str) or not value:

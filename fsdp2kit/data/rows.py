@@ -31,7 +31,7 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.config.sections.data import DataPathConfig
 from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.formatter import formatted
-from fsdp2kit.data.json_texts import load_json
+from fsdp2kit.data.json_texts import KeyTwice, load_json, row_with_key_twice
 from fsdp2kit.data.sources import (
     COMPRESSED,
     Location,
@@ -426,7 +426,11 @@ def _lines(file: str, content: BinaryIO, offset: int, line: int, *, is_json: boo
 
 def _array_rows(file: str, content: BinaryIO, *, skip: int) -> Iterator[tuple[Row, int, int]]:
     data = content.read()
-    rows = _parse_json(data, file) if data.strip() else []
+    try:
+        rows = _parse_json(data, file) if data.strip() else []
+    except KeyTwice as error:
+        number = row_with_key_twice(_decode(data, file))
+        raise UserError(f"{file}: row {number}", error.what, error.todo) from None
     rows = rows if isinstance(rows, list) else [rows]
     for number, row in enumerate(rows[skip:], start=skip):
         where = f"{file}: row {number}"

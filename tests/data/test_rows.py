@@ -526,8 +526,9 @@ def test_a_key_with_two_values_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path / "a.jsonl")
     assert f"a.jsonl:2: holds an object with two values of the key {said}; keep one of them" in str(caught.value)
-    (tmp_path / "b.json").write_text(f"[{line}]")
-    with pytest.raises(UserError, match=r"b\.json: holds an object with two values of the key"):
+    before = '{"text": "[,"},\n {"text": "]", "k": {"x": 1, "x": 1}} '
+    (tmp_path / "b.json").write_text(f"[{before},\n{line}, {line}]")
+    with pytest.raises(UserError, match=r"b\.json: row 2: holds an object with two values of the key"):
         read(tmp_path / "b.json")
 
 
