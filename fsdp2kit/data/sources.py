@@ -433,7 +433,13 @@ def _check_shards(files: list[str], where: str) -> None:
 
 
 def _split_of(relative: str) -> str | None:
-    words = re.split(r"[^a-z]+", relative.lower())  # `datasets` takes digits for separators, too
+    """The split that a file's folders mention, as `datasets` looks for it, or else its name; None without any."""
+    path = PurePosixPath(relative)
+    return _split_in(str(path.parent)) or _split_in(path.name)
+
+
+def _split_in(text: str) -> str | None:
+    words = re.split(r"[^a-z]+", text.lower())  # `datasets` takes digits for separators, too
     return next((name for name, synonyms in _SPLITS.items() if any(word in synonyms for word in words)), None)
 
 

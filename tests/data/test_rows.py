@@ -479,6 +479,13 @@ def test_a_digit_ends_a_splits_name_as_in_datasets(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+def test_a_folders_split_is_that_of_its_files_as_in_datasets(tmp_path: Path) -> None:
+    for name in ("dev/train.jsonl", "train/a.jsonl", "train/dev.jsonl"):
+        write_rows(tmp_path / name, [{"n": name}])
+    for split in ("train", "validation"):
+        assert read(tmp_path, split) == [*datasets.load_dataset(str(tmp_path), split=split)]
+
+
 @pytest.mark.parametrize("other", ["more.jsonl", "more.ndjson", "v2/a.jsonl", "v2/a.jsonl.gz"])
 def test_a_file_that_is_named_for_no_split_beside_one_that_is(other: str, tmp_path: Path) -> None:
     for name in ("v1/train.jsonl", "v1/dev.jsonl", "dataset_infos.json", "config.json", "notes.txt", other):
