@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,16 +155,36 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The run directory of a run that is not asked to stop; phases with the same options share one."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def get(phase: str, ranks: int) -> Path:
+        key = (str(ranks), str(phase in OF_GRPO), *options(phase))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("straight")
+            command = [str(write(folder, phase, is_slow=False)), f"run.dir={folder / 'run'}", *options(phase)]
+            run(folder, command, ranks, number=None, to=[])
+            known[key] = folder / "run"
+        return known[key]
+
+    return get
+
+
 @pytest.mark.parametrize(("phase", "ranks", "number", "to"), CASES)
 def test_a_run_that_is_asked_to_stop_goes_on_as_if_it_had_not_been(
-    phase: str, ranks: int, number: signal.Signals, to: list[int], tmp_path: Path
+    phase: str,
+    ranks: int,
+    number: signal.Signals,
+    to: list[int],
+    straight: Callable[[str, int], Path],
+    tmp_path: Path,
 ) -> None:
-    for name in ("asked", "straight"):
-        (tmp_path / name).mkdir()
-    asked, straight = tmp_path / "asked" / "run", tmp_path / "straight" / "run"
-    command = [str(write(tmp_path / "asked", phase, is_slow=True)), f"run.dir={asked}", *options(phase)]
+    asked = tmp_path / "run"
+    command = [str(write(tmp_path, phase, is_slow=True)), f"run.dir={asked}", *options(phase)]
 
-    said = run(tmp_path / "asked", command, ranks, number=number, to=to)
+    said = run(tmp_path, command, ranks, number=number, to=to)
 
     found = re.search(r"asked to stop \(.*\) after step (\d+)", said)
     step = int(found[1]) if found else 4 if phase == "exporting" else 0
@@ -180,13 +201,12 @@ def test_a_run_that_is_asked_to_stop_goes_on_as_if_it_had_not_been(
     if "evaluati" in phase:
         assert [line[0] for line in figures(asked)] == list(range(1, step)), "the step is logged with its evaluation"
 
-    write(tmp_path / "asked", phase, is_slow=False)
-    run(tmp_path / "asked", command, ranks, number=None, to=[])
-    command = [str(write(tmp_path / "straight", phase, is_slow=False)), f"run.dir={straight}", *options(phase)]
-    run(tmp_path / "straight", command, ranks, number=None, to=[])
-    assert figures(asked) == figures(straight)
+    write(tmp_path, phase, is_slow=False)
+    run(tmp_path, command, ranks, number=None, to=[])
+    expected = straight(phase, ranks)
+    assert figures(asked) == figures(expected)
     assert len(figures(asked)) == 4
-    assert (asked / "hf" / "model.safetensors").read_bytes() == (straight / "hf" / "model.safetensors").read_bytes()
+    assert (asked / "hf" / "model.safetensors").read_bytes() == (expected / "hf" / "model.safetensors").read_bytes()
 
 
 def launch(folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], Path]:

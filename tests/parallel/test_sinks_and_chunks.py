@@ -52,7 +52,7 @@ def _case(row: Row) -> Case:
 ROWS = Table(OPTIONS, fits).covering()
 DEFAULT = [Case("gpt_oss", 1, 2, 2, attention="auto"), Case("llama4", 1, 2, 2, attention="auto", method="ring")]
 OTHERS = [case for case in map(_case, ROWS) if case not in DEFAULT]
-FULL = [next(case for case in OTHERS if case.kind == kind and case.cp == cp) for kind in KINDS for cp in (1, 4)]
+FULL = [next(case for case in OTHERS if case.kind == kind and case.cp == 4) for kind in KINDS]
 SLOW = [case for case in OTHERS if case not in FULL]
 
 
