@@ -22,7 +22,7 @@ from tests.support.short_run import TOML, outcome
 from tests.support.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5")
-SHORT = "run.timeout_minutes=0.2"
+SHORT = "run.timeout_minutes=0.1"
 
 FORWARD = "fsdp2kit.train.step:cross_entropy"
 CLIP = "fsdp2kit.train.loop:clip_gradients"
