@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, in_use, read_manifest, verify
-from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.state import initialise_state, load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.weights.record import find_ties
 from tests.checkpoint import helpers
@@ -77,6 +77,19 @@ def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
     optimizer.step()
     plain.step()
     assert_same(helpers.full_state(untouched, plain), helpers.full_state(model, optimizer))
+
+
+def test_state_that_is_there_stays_where_other_state_is_made() -> None:
+    model = torch.nn.Linear(3, 2)  # a step without a gradient for the bias, like experts without tokens
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    before = {field: value.clone() for field, value in optimizer.state[model.weight].items()}
+
+    initialise_state(optimizer)
+
+    assert all(torch.equal(optimizer.state[model.weight][field], value) for field, value in before.items())
+    assert not any(value.any() for value in optimizer.state[model.bias].values())
 
 
 @pytest.mark.parametrize(

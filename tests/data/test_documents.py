@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig
+from fsdp2kit.config.schema import ChatDataConfig, DataConfig, TextDataConfig
 from fsdp2kit.data import tables
 from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
 from fsdp2kit.errors import UserError
@@ -162,6 +162,15 @@ def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
         chat(path, seq_len=seq_len, overlong="error")
     with pytest.raises(UserError, match="all 3 rows are longer"):
         chat(path, seq_len=2, overlong="drop")
+
+
+def test_the_first_token_of_a_piece_is_no_target(tmp_path: Path) -> None:
+    row = {"input_ids": [*range(5, 13)], "loss_mask": [0, 1, 0, 0, 1, 0, 0, 0]}
+    section = DataConfig(path=write_rows(tmp_path / "a.jsonl", [row]).as_posix(), format="tokens", seq_len=4)
+    section = section.model_copy(update={"overlong": "split"})
+    documents = build_documents(section, tokenizer=make_tokenizer(templates.MARKED_WIDE))
+    assert contents(documents) == [([5, 6, 7, 8], [False, True, False, False])]
+    assert (documents.report.supervised_tokens, documents.report.unsupervised) == (1, 1)
 
 
 def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:

@@ -289,3 +289,10 @@ def test_a_changed_source_file_is_another_version(tmp_path: Path, monkeypatch: p
     before = hosts.versions()["fsdp2kit"]
     (tmp_path / "__init__.py").write_text("a = 2\n")
     assert hosts.versions()["fsdp2kit"] != before
+
+
+def test_a_large_file_is_told_by_its_end(tmp_path: Path) -> None:
+    for name, end in (("one", b"a"), ("other", b"b")):
+        (tmp_path / name).write_bytes(bytes(300_000) + end)
+    one, other = (hosts.look(str(tmp_path / name), math.inf).files for name in ("one", "other"))
+    assert one != other

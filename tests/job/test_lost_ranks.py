@@ -439,3 +439,11 @@ def test_no_thread_is_left_after_the_end(store: dist.TCPStore, monkeypatch: pyte
 def test_ranks_by_name() -> None:
     named = {(3,): "rank 3", (2, 3): "ranks 2 and 3", (0, 1, 2, 5, 8, 9, 10): "ranks 0–2, 5 and 8–10"}
     assert [name_ranks(ranks) for ranks in named] == list(named.values())
+
+
+def test_a_silent_host_is_lost_since_the_earliest_position_of_its_ranks() -> None:
+    steps = (9, 5, 3)
+    reports = [lost_ranks.RankReport(status.Position(step, step, "")) for step in steps]
+    found = lost_ranks.Diagnosis(0, ["a", "b", "b"], 1.0, 0.01, lambda: reports).find("here", RuntimeError())
+    assert found is not None
+    assert "ranks 1 and 2 on b give no sign of life since the report from step 3;" in found

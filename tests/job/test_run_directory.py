@@ -16,7 +16,7 @@ import pytest
 from fsdp2kit.errors import UserError
 from fsdp2kit.files.redaction import without_secrets
 from fsdp2kit.job import run_directory
-from fsdp2kit.job.run_directory import begin_start, lock_run_dir, write_record
+from fsdp2kit.job.run_directory import RecordBefore, begin_start, lock_run_dir, write_record
 
 HOLD = """
 import sys, subprocess
@@ -86,6 +86,21 @@ def test_a_differing_config_is_kept(tmp_path: Path) -> None:
         "config.2.toml": "a = 2\n",
         "config.toml": "a = 3\n",
     }
+
+
+def test_a_refused_start_gives_the_run_its_record_back_with_its_history(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_record(tmp_path, config_text=f"a = {number}\n", environment={"start": number})
+    before = RecordBefore(tmp_path)
+    write_record(tmp_path, config_text="a = 3\n", environment={"start": 3})
+
+    before.put_back(start=3)
+
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.toml")} == {
+        "config.toml": "a = 2\n",
+        "config.1.toml": "a = 1\n",
+    }
+    assert json.loads((tmp_path / "environment.json").read_text()) == {"start": 3}
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])
