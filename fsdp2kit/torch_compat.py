@@ -206,6 +206,17 @@ def vary_in_rows(*tensors: Tensor) -> None:
         torch._dynamo.mark_dynamic(tensor, 0)
 
 
+def eager_rounding() -> dict[str, Any]:
+    """Options of torch.compile with which elementwise float32 operations round as they do one by one.
+
+    Without them Triton's kernels may fuse a product and a sum into one operation, and quotients are approximate. The
+    second option came after torch 2.11. torch.compile's docstring names the list of its options.
+    """
+    options = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+    known = set(torch._inductor.list_options())
+    return {name: value for name, value in options.items() if name in known}
+
+
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.model.head_chunks import cross_entropy, rows_at_once
+from fsdp2kit.model.trials import succeeds
 from fsdp2kit.torch_compat import (
     add_float32_product,
     float32_product,
@@ -18,15 +18,11 @@ from fsdp2kit.torch_compat import (
     vary_in_rows,
 )
 
-logger = logging.getLogger(__name__)
-
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # A comparison takes little memory beside a chunk: it has this share of its rows, or this many words.
 _PARTS = 64
 _WORDS = 1024
-
-_INSTEAD = "the run goes on with the plain operations, which take more time and memory"
 
 
 def loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +115,7 @@ class LossKernels:
         """Whether ``trial`` returned True, the first time that this was asked."""
         key = what, dtype
         if key not in self._works:
-            self._works[key] = _succeeds(what, trial)
+            self._works[key] = succeeds(what, trial)
         return self._works[key]
 
 
@@ -142,18 +138,3 @@ def _is_near(found: Tensor, expected: Tensor) -> bool:
     """Whether no element is further off than sums in another order are."""
     largest = expected.nan_to_num().abs().amax().item()
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
-
-
-def _succeeds(what: str, trial: Callable[[], bool]) -> bool:
-    """Whether ``trial`` returns True. Otherwise a warning says what happened."""
-    try:
-        agrees = trial()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning("%s cannot be used here (%s: %s); %s", what, type(error).__name__, reason, _INSTEAD)
-        return False
-    if not agrees:
-        logger.warning("%s computes other numbers than the plain operations here; %s", what, _INSTEAD)
-    return agrees

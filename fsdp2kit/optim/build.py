@@ -160,7 +160,8 @@ def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> 
     """Bytes that an update takes beside parameters, gradients and state, approximately at most.
 
     "muon": what is sent and received, and the whole matrix (or this rank's experts of a layer) at work, in bfloat16.
-    "adamw_bf16": float32 copies of the elements being updated. The others update in place.
+    "adamw_bf16": float32 copies of the elements being updated, where plain operations do it; the compiled kernel of
+    CUDA makes none. The others update in place.
     """
     if section.name == "muon":
         # Four matrices of the whole one's shape, and two of its shorter side's square.

@@ -5,16 +5,17 @@ Rounding to nearest loses changes of less than half a step of the format: a seco
 both on average. Everything is computed in float32.
 
 The noise of an element is a hash of its index in the whole tensor and of a key, not a draw from a generator. So no
-generator state is saved, replicas round alike, and any mesh, device, or order of work gives the same numbers.
+generator state is saved, replicas round alike, and any mesh, device, or order of work has the same noise. On one kind
+of device numbers do not depend on the mesh. Another kind may compute another last bit of float32 (a CPU's square
+root does), and then one element of some 8,000 is rounded to the other of its two neighbours.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +23,14 @@ from torch.optim import Optimizer
 
 from fsdp2kit.job.distributed import local_part
 from fsdp2kit.optim.host_state import in_batches
+from fsdp2kit.optim.rounded_update import counter, noise_key, rounded_update, update_factors
+from fsdp2kit.optim.update_kernel import Shard, UpdateKernel, on_device, pieces
 from fsdp2kit.torch_compat import copy_each, local_slices
 
-# Elements that are updated at a time: many small parameters, or a part of a large one. On a CPU they fit its cache. On
-# a device they keep launches few, and their float32 copies take 0.3 GB.
+# Elements that plain operations update at a time: many small parameters, or a part of a large one. On a CPU they fit
+# its cache. On a device they keep launches few, and their float32 copies take 0.3 GB.
 _AT_ONCE_CPU = 2**18
 ELEMENTS_AT_ONCE = 2**23
-_TINY = torch.finfo(torch.bfloat16).tiny  # 2^-126, the smallest number of full precision, here as in float32
-
-
-class _Elements(NamedTuple):
-    """Neighbouring elements of this rank's shard of a parameter: views of what an update reads and writes."""
-
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    key: int
-    start: int
-    """Index of the first element in the whole parameter, flattened."""
 
 
 class RoundedAdamW(Optimizer):
@@ -52,7 +42,10 @@ class RoundedAdamW(Optimizer):
     Args:
         params: parameters or groups, whole or sharded.
         seed: of the noise.
-        elements_at_once: elements that are updated at a time; does not change results. Default: by the device.
+        elements_at_once: elements that plain operations update at a time; does not change results. Default: by the
+            device.
+        compiles: whether one compiled kernel updates a shard. Default: on CUDA, where a few seconds of compiling save
+            some 35 kernels and their memory; a CPU's plain operations need no compiler.
     """
 
     def __init__(
@@ -65,25 +58,26 @@ class RoundedAdamW(Optimizer):
         weight_decay: float = 0.0,
         seed: int = 0,
         elements_at_once: int | None = None,
+        compiles: bool | None = None,
     ) -> None:
         self._seed = seed
         self._elements_at_once = elements_at_once
+        self._compiles = compiles
+        self._kernel: UpdateKernel | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
+        by_device: dict[torch.device, list[Shard]] = {}
         numbers = itertools.count()
         for group in self.param_groups:
-            alike: dict[tuple[int, torch.dtype, torch.device], list[_Elements]] = {}
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
-                    step = self._count(parameter)
-                    pieces = self._pieces(parameter, key=noise_key(self._seed, number, step))
-                    alike.setdefault((step, parameter.dtype, parameter.device), []).extend(pieces)
-            for (step, _, device), pieces in alike.items():
-                for batch in in_batches(pieces, lambda piece: piece.parameter.numel(), largest=self._at_once(device)):
-                    _update(batch, group, step=step)
+                    by_device.setdefault(parameter.device, []).extend(self._shards(parameter, group, number=number))
+        for device, shards in by_device.items():
+            left = self._update_by_kernel(shards) if self._uses_kernel(device) else shards
+            self._update_by_plain_operations(left, device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments, which torch casts to the parameter's dtype, are bfloat16 again."""
@@ -101,55 +95,66 @@ class RoundedAdamW(Optimizer):
         state["step"] += 1
         return int(state["step"])
 
-    def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Elements]:
+    def _shards(self, parameter: Tensor, group: dict[str, Any], *, number: int) -> list[Shard]:
+        """This rank's shard of a parameter for its next update: in one, or in one for each run of neighbours."""
+        step = self._count(parameter)
+        values = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+        factors = update_factors(lr=float(group["lr"]), step=step, **values)
+        key = noise_key(self._seed, number, step)
         state = self.state[parameter]
-        size = self._at_once(parameter.device)
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        local = [local_part(tensor).detach() for tensor in tensors]
         starts, length = _runs(parameter)
-        flat = [local_part(tensor).reshape(-1) for tensor in tensors]
-        for number, start in enumerate(starts):
-            run = [tensor[number * length : (number + 1) * length].split(size) for tensor in flat]
-            for views in zip(*run, strict=True):
-                yield _Elements(*views, key=key, start=start)
-                start += views[0].numel()
+        if not starts or not length:
+            return []
+        runs = [tensor.reshape(-1, length) for tensor in local]
+        strides = {later - earlier for earlier, later in itertools.pairwise(starts)}
+        if len(strides) <= 1:
+            return [Shard(*runs, counter=key + starts[0], stride=sum(strides), factors=factors)]
+        return [
+            Shard(*(tensor[run : run + 1] for tensor in runs), counter=key + start, stride=0, factors=factors)
+            for run, start in enumerate(starts)
+        ]
 
-    def _at_once(self, device: torch.device) -> int:
-        return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE)
+    def _uses_kernel(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self._compiles is None else self._compiles
+
+    def _update_by_kernel(self, shards: list[Shard]) -> list[Shard]:
+        """Update the shards that the compiled kernel takes, and return the others."""
+        if self._kernel is None:
+            self._kernel = UpdateKernel()
+        return self._kernel.update(shards)
+
+    def _update_by_plain_operations(self, shards: list[Shard], device: torch.device) -> None:
+        largest = self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE)
+        alike: dict[tuple[torch.dtype, tuple[float, ...]], list[Shard]] = {}
+        for shard in shards:
+            key = shard.parameter.dtype, tuple(shard.factors)
+            alike.setdefault(key, []).extend(pieces(shard, largest=largest))
+        for parts in alike.values():
+            for batch in in_batches(parts, lambda part: part.parameter.numel(), largest=largest):
+                _update(batch)
 
 
-def _update(pieces: list[_Elements], group: dict[str, Any], *, step: int) -> None:
-    """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``; uses the moments before they are rounded.
+def _update(parts: list[Shard]) -> None:
+    """Update all elements of ``parts``, which have one dtype and the same factors.
 
-    Products and sums are separate operations: fused, they would round differently at the end of a vector, and the
-    numbers would depend on how elements are cut into pieces.
+    On a device, kernels for each part would cost more than the work.
     """
-    beta1, beta2 = group["betas"]
-    lr = float(group["lr"])
-    parameters, gradients, exp_avgs, exp_avg_sqs, *_ = zip(*pieces, strict=True)
-    parameter, gradient, exp_avg, exp_avg_sq = (
-        torch.cat(tensors).float() for tensors in (parameters, gradients, exp_avgs, exp_avg_sqs)
-    )
-
-    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
-    exp_avg_sq.mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
-    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    parameter.mul_(1 - lr * group["weight_decay"])
-    parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
-
-    # For all pieces at once: on a device, kernels for each piece would cost more than the work.
-    counters = [counter(p.key, start=p.start, length=p.parameter.numel(), device=p.parameter.device) for p in pieces]
-    noise = scramble(torch.cat(counters))
-    # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.
-    exp_avg_sq = torch.where(exp_avg_sq > 0, exp_avg_sq.clamp(min=_TINY), exp_avg_sq)
-    _write(exp_avgs, round_stochastically(exp_avg, noise))
-    _write(exp_avg_sqs, round_stochastically(exp_avg_sq, noise >> 16))
-    if parameters[0].dtype == torch.bfloat16:
-        parameter = round_stochastically(parameter, scramble(noise))
-    _write(parameters, parameter)
+    device = parts[0].parameter.device
+    parameters, gradients, exp_avgs, exp_avg_sqs = zip(*(part.tensors for part in parts), strict=True)
+    inputs = [torch.cat(tensors, dim=1)[0] for tensors in (parameters, gradients, exp_avgs, exp_avg_sqs)]
+    counters = [counter(part.counter, start=0, length=part.parameter.numel(), device=device) for part in parts]
+    factors = on_device(torch.tensor(parts[0].factors, dtype=torch.float32), device)
+    updated, new_avg, new_avg_sq = rounded_update(*inputs, counters=torch.cat(counters), factors=factors)
+    _write(parameters, updated)
+    _write(exp_avgs, new_avg)
+    _write(exp_avg_sqs, new_avg_sq)
 
 
 def _write(targets: Sequence[Tensor], values: Tensor) -> None:
-    copy_each(list(targets), values.split([target.numel() for target in targets]))
+    parts = values[None].split([target.numel() for target in targets], dim=1)
+    copy_each(list(targets), parts)
 
 
 def _runs(parameter: Tensor) -> tuple[list[int], int]:
@@ -166,42 +171,3 @@ def _runs(parameter: Tensor) -> tuple[list[int], int]:
         starts = [start * size + row for start in starts for row in range(part.start, part.stop)]
     starts = [(start * shape[cut] + parts[cut].start) * inner for start in starts]
     return starts, (parts[cut].stop - parts[cut].start) * inner
-
-
-def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """``values`` in bfloat16: each becomes one of its two neighbours, the nearer one with the greater probability.
-
-    The mean over the noise is the value itself. Values that bfloat16 has stay what they are, infinities and NaN
-    included; above its largest, 3.39e38, the upper neighbour is infinity.
-
-    Args:
-        values: float32.
-        noise: int32, of the same shape; the lower 16 bits are used.
-    """
-    # A bfloat16 is the upper half of a float32. Adding a uniform number to the lower half carries into the upper one
-    # with probability lower half / 2^16; sign and magnitude are apart, so this holds for negative numbers as well.
-    kept = ((noise & 0xFFFF) + values.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(values.isnan(), values, kept).bfloat16()
-
-
-def noise_key(*parts: int) -> int:
-    """A 32-bit key that is a function of ``parts``."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
-
-
-def counter(key: int, *, start: int, length: int, device: torch.device) -> Tensor:
-    """What `scramble` makes noise of: int32 ``[length]``, for the elements from ``start`` on of a tensor."""
-    first = (start + key + 2**31) % 2**32 - 2**31  # it wraps round, as int32 does
-    return torch.arange(length, dtype=torch.int32, device=device).add_(first)
-
-
-def scramble(bits: Tensor) -> Tensor:
-    """Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/) of each int32, in place: a bijection."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        _fold(bits, shift).mul_(factor)  # modulo 2^32
-    return _fold(bits, 16)
-
-
-def _fold(bits: Tensor, shift: int) -> Tensor:
-    """``bits ^= bits >> shift``, with zeros shifted in."""
-    return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fsdp2kit.config.schema import AdamWConfig, FSDPConfig, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
-from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
+from fsdp2kit.optim.rounded_adamw import RoundedAdamW
+from fsdp2kit.optim.rounded_update import counter, noise_key, round_stochastically, scramble
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.torch_compat import TorchDispatchMode
 from tests.optim import helpers
