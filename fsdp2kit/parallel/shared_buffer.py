@@ -29,7 +29,8 @@ class SharedBuffer:
 
     The tensor belongs to the reductions' stream, as an output does without this: there it is cast or added to other
     gradients, so memory that is freed there is not used again too early. The backward writes to it, after waiting for
-    the reductions before. The first reduction of a process takes two buffers: only its second call shows the stream.
+    the reductions before. The first tensor of all belongs to the backward's stream, since the other is not known yet;
+    the allocator is told that both use it.
 
     All units of a model may have the same object, since their reductions come one after the other.
     """
@@ -46,13 +47,13 @@ class SharedBuffer:
         given = self._input
         self._input = None
         is_output = given is not None and given.stream != stream and _is_like(given.tensor, size, dtype, device)
-        if stream == self._reductions:
-            return given.tensor if given is not None and is_output else torch.empty(*size, dtype=dtype, device=device)
-        if self._reductions is None:
+        if given is not None and is_output and self._reductions in (None, stream):
+            if self._reductions is None and device.type != "cpu":
+                given.tensor.record_stream(stream)
+            self._reductions = stream
+            return given.tensor
+        if self._reductions in (None, stream):
             tensor = torch.empty(*size, dtype=dtype, device=device)
-            if is_output:
-                self._reductions = stream
-                return tensor
         else:
             with streams.stream(self._reductions):
                 tensor = torch.empty(*size, dtype=dtype, device=device)
