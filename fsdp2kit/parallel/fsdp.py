@@ -20,6 +20,7 @@ from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.parallel.expert_parallel.partition import ExpertPlan, shard_dim
+from fsdp2kit.parallel.shared_buffer import SharedBuffer
 from fsdp2kit.weights.modules import base_module
 from fsdp2kit.weights.record import find_ties, weights_of
 
@@ -290,6 +291,7 @@ def apply_fsdp(
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
     kept = {name: unit.name for unit in units for name in unit.kept}
     names = _names_by_unit(model, [unit.name for unit in units], ignored=ignored, kept=kept)
+    buffer: Any = SharedBuffer()
     # Outer units first, not bottom-up as torch documents. torch's `_get_managed_modules` skips modules that are units
     # already, but the unit of what stays in float32 has parameters of modules inside inner units. Parameters of other
     # units, sharded or not, are ignored, so `_get_managed_states` leaves them out of a unit.
@@ -309,6 +311,8 @@ def apply_fsdp(
         )
         if over.size() > 1:
             _sum_gradients(module, mesh=over)
+        if isinstance(module, FSDPModule) and over.size(-1) == 1 and not on_host:
+            module.set_custom_reduce_scatter(buffer)  # `on_host`, the backward would wait for copies to the host
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])

@@ -85,8 +85,21 @@ def _base(step: StepMemory) -> dict[str, int]:
     if step.replicas > 1:
         base["gradients"] = sum(_before_replicas(step, unit) for unit in step.units)
     # The last reduction's buffer lives until the first reduction of this micro-batch.
-    base["reduction buffers"] = _reduced_last(step).trained * step.reduce
+    last = _reduced_last(step)
+    is_first = step.micro_batches == 2 and (step.reduce == step.storage or step.replicas > 1)
+    base["reduction buffers"] = 0 if is_first and _shares_buffer(step, last) else last.trained * step.reduce
     return base
+
+
+def _shares_buffer(step: StepMemory, unit: UnitSize) -> bool:
+    """Whether a unit's reduction copies gradients into the buffer in which they stay (`SharedBuffer`)."""
+    return unit.shards == 1 and step.on_device
+
+
+def _kept_buffer(step: StepMemory, unit: UnitSize, *, sums_up: bool) -> int:
+    """Bytes of the reduction's buffer that are kept until the next reduction, beside the gradients."""
+    is_gradient = _shares_buffer(step, unit) and step.reduce == step.storage and not sums_up
+    return 0 if is_gradient else unit.trained * step.reduce
 
 
 def _reduced_last(step: StepMemory) -> UnitSize:
@@ -257,7 +270,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if layer is not None and experts is not None:
             yield from _experts_backward(step, name, layer, now, kept, experts, sums_up=sums_up)
             if experts.trained:
-                reduced = now["reduction buffers"] = experts.trained * step.reduce
+                reduced = now["reduction buffers"] = _kept_buffer(step, experts, sums_up=sums_up)
                 accumulated -= experts.unpadded * step.reduce if accumulated else 0
                 now["unsharded gradients"] = accumulated
                 gradients += 0 if sums_up or not step.on_device else experts.trained // experts.shards * step.storage
@@ -280,7 +293,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         # A layer's gradients are freed before its reduction; those of head and embedding are still held then.
         freed = layer is not None or (accumulated > 0 and step.shards == 1)
         yield from _reduction(step, now, unit, sums_up=sums_up, freed=freed)
-        reduced = unit.trained * step.reduce
+        reduced = _kept_buffer(step, unit, sums_up=sums_up)
         accumulated -= unit.unpadded * step.reduce if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // unit.shards * step.storage
         gradients -= _before_replicas(step, unit)
@@ -335,6 +348,8 @@ def _reduction(
 ) -> Iterator[Moment]:
     """A unit's gradients are copied into one buffer in the dtype of the reduction, and reduced to this rank's shard.
 
+    Over one rank the buffer holds what is reduced, too.
+
     Args:
         sums_up: whether that shard is added to one that is there.
         freed: whether the gradients are freed before the reduction begins.
@@ -342,11 +357,17 @@ def _reduction(
     where = unit.name or "root"
     buffer = unit.trained * step.reduce
     shard = unit.trained // unit.shards
+    becomes_gradient = step.reduce == step.storage and not sums_up and step.on_device
+    shares = _shares_buffer(step, unit)
     copied = {**now, "reduction buffers": buffer}
-    if freed:
+    if shares and becomes_gradient:
+        copied |= {"reduction buffers": 0, "gradients": copied.get("gradients", 0) + buffer}
+    if freed or shares:
         yield Moment("backward", f"{where} (copied)", dict(copied))
         copied["unsharded gradients"] -= min(copied["unsharded gradients"], unit.unpadded * step.reduce)
-    if step.reduce == step.storage and not sums_up and step.on_device:  # the reduced shard is the gradient
+    if shares:
+        copied["reduction buffers"] += 0 if step.reduce == step.storage else shard * step.storage  # cast
+    elif becomes_gradient:
         copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
     else:
         copied["reduction buffers"] += shard * step.reduce

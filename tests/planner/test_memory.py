@@ -147,6 +147,18 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {**SHORT, **checkpointing("full"), "rows": 16, "fsdp": {"reduce_every_micro_batch": False}},
     ),
     "no_shard": (small(LLAMA_8B), 2, {**SHORT, "rows": 4, "fsdp": {"strategy": "no_shard"}}),
+    "one rank, tied": (small(REAL["llama1b"], layers=4), 1, {**SHORT, **checkpointing("full")}),
+    "one rank, three micro-batches": (small(LLAMA_8B, layers=4), 1, {**SHORT, **checkpointing("full"), "rows": 3}),
+    "one rank, two micro-batches, cast": (
+        small(LLAMA_8B),
+        1,
+        {**SHORT, "rows": 2, "fsdp": {"reduce_dtype": "bfloat16"}},
+    ),
+    "no_shard, reduced every micro-batch": (
+        small(LLAMA_8B),
+        2,
+        {**SHORT, "rows": 4, "fsdp": {"strategy": "no_shard", "reduce_every_micro_batch": True}},
+    ),
     "qwen3, allgather over 8": (small(QWEN3_8B), 8, {**LONG, **checkpointing("selective"), "mesh": {"cp": 8}}),
     "llama, ulysses over 2": (
         small(LLAMA_8B),
@@ -237,6 +249,7 @@ DEFAULT = (
     "llama, full_shard, none",
     "llama, ulysses over 2",
     "experts partitioned over 2, full",
+    "one rank, tied",
 )
 # Others of `CASES` hold what is particular to these.
 REPEATED = (

@@ -169,9 +169,9 @@ def trace_step(
             allocations.mark(fakes.values(), "inputs")
             train = config.train
             count = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
-            # The part of a global batch that `accumulate` reads.
+            # The part of a global batch that `accumulate` reads; a third micro-batch takes as much as any after it.
             batch = SimpleNamespace(
-                micro_batches=[None] * min(count, 2),
+                micro_batches=[None] * min(count, 3),
                 num_items=train.micro_batch_size * config.data.seq_len,
                 losses=[],
             )
