@@ -205,6 +205,13 @@ def work_on_this_device() -> Callable[[], object]:
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device; to CUDA from pinned memory, so that the host does not wait for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Share an error with all ranks: every rank calls this, and all return or all raise.
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2kit.job.distributed import local_part
+from fsdp2kit.job.distributed import local_part, to_device
 from fsdp2kit.optim.host_state import in_batches
 from fsdp2kit.optim.rounded_update import counter, noise_key, rounded_update, update_factors
-from fsdp2kit.optim.update_kernel import Shard, UpdateKernel, on_device, pieces
+from fsdp2kit.optim.update_kernel import Shard, UpdateKernel, pieces
 from fsdp2kit.torch_compat import copy_each, local_slices
 
 # Elements that plain operations update at a time: many small parameters, or a part of a large one. On a CPU they fit
@@ -145,7 +145,7 @@ def _update(parts: list[Shard]) -> None:
     parameters, gradients, exp_avgs, exp_avg_sqs = zip(*(part.tensors for part in parts), strict=True)
     inputs = [torch.cat(tensors, dim=1)[0] for tensors in (parameters, gradients, exp_avgs, exp_avg_sqs)]
     counters = [counter(part.counter, start=0, length=part.parameter.numel(), device=device) for part in parts]
-    factors = on_device(torch.tensor(parts[0].factors, dtype=torch.float32), device)
+    factors = to_device(torch.tensor(parts[0].factors, dtype=torch.float32), device)
     updated, new_avg, new_avg_sq = rounded_update(*inputs, counters=torch.cat(counters), factors=factors)
     _write(parameters, updated)
     _write(exp_avgs, new_avg)

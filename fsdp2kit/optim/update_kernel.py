@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp2kit.job.distributed import to_device
 from fsdp2kit.model.trials import INSTEAD, reason_of, succeeds
 from fsdp2kit.optim.rounded_update import as_int32, counter, rounded_update, update_factors
 from fsdp2kit.torch_compat import eager_rounding
@@ -41,7 +42,7 @@ class Shard(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     counter: int
-    """Of the first element: its index in the whole parameter, flattened, plus the key of the noise."""
+    """The first element's index in the whole parameter, flattened, plus the key of the noise."""
     stride: int
     """From the first element of a run to that of the next, in the whole parameter."""
     factors: list[float]
@@ -202,15 +203,8 @@ def _rows(rows: list[Any], dtype: torch.dtype, device: torch.device) -> list[Ten
     torch.compile makes other code for tensors that begin where their memory does, or at another alignment. So the
     table's first row is not used, and rows have multiples of 16 bytes.
     """
-    table = on_device(torch.tensor([rows[0], *rows], dtype=dtype), device)
+    table = to_device(torch.tensor([rows[0], *rows], dtype=dtype), device)
     return list(table[1:].unbind())
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host's tensor to the device; to CUDA from pinned memory, so that the host does not wait for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _made_up_shard(runs: int, device: torch.device, dtype: torch.dtype) -> Shard:

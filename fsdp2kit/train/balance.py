@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.sections.moe import AuxiliaryLossConfig, MoEConfig, RouterBiasConfig
+from fsdp2kit.job.distributed import to_device
 from fsdp2kit.job.mesh import Mesh
-from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks, to_device
+from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks
 from fsdp2kit.parallel.expert_parallel.routing import Routed, RoutingHooks, balance_losses, routing_biases
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.train.metrics import Metrics

@@ -108,7 +108,7 @@ def graph_config(name: str, *, steps: int) -> TrainingConfig:
 
 
 def hidden_state_bytes() -> int:
-    """Of all hidden states between two layers, in bfloat16."""
+    """The size of all hidden states between two layers, in bfloat16."""
     return _ROWS * _SEQ_LEN * _HIDDEN * 2
 
 

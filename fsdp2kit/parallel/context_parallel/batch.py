@@ -17,11 +17,12 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from fsdp2kit.job.distributed import to_device
 from fsdp2kit.job.mesh import Mesh
 from fsdp2kit.model.inspect import value_of
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.borders import Borders
-from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import (
     SegmentTables,
     cut_documents,

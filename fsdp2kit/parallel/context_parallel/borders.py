@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of, to_device
+from fsdp2kit.job.distributed import to_device
+from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of
 
 _STEP = 64
 """Documents whose lengths round up to the same multiple share a batch: scans work in chunks of so many tokens."""

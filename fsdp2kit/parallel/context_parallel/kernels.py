@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp2kit.parallel.context_parallel.layout import to_device
+from fsdp2kit.job.distributed import to_device
 from fsdp2kit.parallel.context_parallel.segments import Segment
 from fsdp2kit.torch_compat import (
     BackwardInputs,

@@ -139,13 +139,6 @@ def tokens_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; to CUDA from pinned memory, so that the host does not wait for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
-
-
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's ``[s, …]`` of the sum over ranks of ``[cp·s, …]``."""
     result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
