@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 RUN_DIR := runs/demo_cp2
 
 GPU_PIECES := gpu-first gpu-tests gpu-ranks gpu-3b gpu-profile gpu-moe gpu-profile-moe gpu-float8 gpu-1b gpu-8b gpu-hybrid \
-  gpu-profile-hybrid gpu-loss gpu-lora gpu-load
+  gpu-profile-hybrid gpu-loss gpu-lora gpu-load gpu-update
 .PHONY: demo test test-all test-oldest lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
@@ -44,7 +44,7 @@ schema: $(VENV)/installed
 	$(BIN)/python tools/api.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
-# worth, each can be started alone and ends within its limit, 52 minutes in all; results go to the folder GPU_OUT, where
+# worth, each can be started alone and ends within its limit, 54 minutes in all; results go to the folder GPU_OUT, where
 # that is set (docs/cuda.md). GPU_DEVICE=cpu tries them without a device, on tiny shapes. With GPU_VARIANTS a piece that
 # times or traces steps takes only these variants: make gpu-3b GPU_VARIANTS='"bfloat16, compiled"'.
 GPU_ENV = env PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 $(if $(GPU_TRY),TRY_ON_CPU=1)
@@ -100,6 +100,9 @@ gpu-loss: gpu-out
 
 gpu-load: gpu-out
 	$(GPU_LIMIT) 90 $(GPU_BENCH) load --files 4 --dtype bfloat16 --rounds 2 --params $(if $(GPU_TRY),0.001 --device cpu,1) $(GPU_FILE)
+
+gpu-update: gpu-out
+	$(GPU_LIMIT) 150 $(GPU_BENCH) update --params $(if $(GPU_TRY),0.0001 --rounds 3 --device cpu,1) $(GPU_FILE)
 
 gpu-profile gpu-profile-moe: GPU_VARIANTS = "bfloat16, compiled" bfloat16
 gpu-profile-hybrid: GPU_VARIANTS = bfloat16

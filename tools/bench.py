@@ -8,6 +8,8 @@ python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
 [torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
 python tools/bench.py graphs [--models llama qwen3 gemma3 qwen3_moe]
+python tools/bench.py copies
+python tools/bench.py update [--params 1.0] [--dtype bfloat16]
 torchrun --nproc-per-node 2 tools/bench.py sync [--params 0.5] [--bucket-mib 16]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py report FOLDER [FOLDER …]     # several, e.g. before and after: side by side
@@ -47,6 +49,8 @@ COMMANDS = {
     "gpu": "gpu",
     "experts": "experts",
     "graphs": "graphs",
+    "copies": "copies",
+    "update": "update",
     "sync": "sync",
 }
 """By command: the module of `tools.benchmarks` that has ``bench_COMMAND``, whose parameters are the options."""

@@ -28,6 +28,9 @@ _MOST = 2**30
 # The trial's shape. Both sides are odd, so that runs begin at every alignment.
 _RUNS, _LENGTH = 3, 4001
 
+# Rows before the first in a table. Rows have 4 and 8 numbers, so the first ones begin at 12 and 24.
+_UNUSED = 3
+
 Kernel = Callable[..., None]
 
 
@@ -66,8 +69,8 @@ class UpdateKernel:
     """The compiled update of one optimizer.
 
     It is tried on made-up numbers before its first use. If it raises an error, then or later, or computes other
-    numbers than the plain operations, a warning says so and the optimizer keeps the plain operations. Ranks may decide
-    differently: no collective depends on it.
+    numbers than the plain operations, one warning says so and the optimizer keeps the plain operations. Ranks may
+    decide differently: no collective depends on it.
 
     What is compiled depends neither on the sizes nor on the step, so a run compiles a few times: for each dtype of
     parameters, for one run and for several, and for gradients that begin elsewhere in their memory.
@@ -78,7 +81,7 @@ class UpdateKernel:
         options: dict[str, Any] = {"fullgraph": True, "dynamic": True, "options": eager_rounding()}
         self._update_run: Kernel = torch.compile(_update_run, **options)
         self._update_runs: Kernel = torch.compile(_update_runs, **options)
-        self._works: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
+        self._tried: set[tuple[torch.device, torch.dtype, bool]] = set()
         self._failed = False
 
     def update(self, shards: Sequence[Shard]) -> list[Shard]:
@@ -117,15 +120,17 @@ class UpdateKernel:
             return False
         several = len(shard.parameter) > 1
         key = shard.parameter.device, shard.parameter.dtype, several
-        if key not in self._works:
-            self._works[key] = succeeds(_NAME, lambda: self._agrees(*key))
-        return self._works[key]
+        if key not in self._tried:
+            self._tried.add(key)
+            self._failed = not succeeds(_NAME, lambda: self._agrees(*key))
+        return not self._failed
 
     def _launch(self, shard: Shard, place: Tensor, factors: Tensor) -> None:
+        # torch.compile makes other code for a view of a tensor with another number of dimensions. `data` is no view.
         if len(shard.parameter) == 1:
-            self._update_run(*(tensor[0] for tensor in shard.tensors), place, factors)
+            self._update_run(*(tensor[0].data for tensor in shard.tensors), place.data, factors.data)
         else:
-            self._update_runs(*shard.tensors, place, factors)
+            self._update_runs(*(tensor.data for tensor in shard.tensors), place.data, factors.data)
 
     def _agrees(self, device: torch.device, dtype: torch.dtype, several: bool) -> bool:
         """Whether the kernel computes what the plain operations do, but for float32's last bits.
@@ -200,11 +205,12 @@ def _tables(shards: Sequence[Shard]) -> tuple[list[Tensor], list[Tensor]]:
 def _rows(rows: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Each row as a tensor on the device, by one copy for all.
 
-    torch.compile makes other code for tensors that begin where their memory does, or at another alignment. So the
-    table's first row is not used, and rows have multiples of 16 bytes.
+    torch.compile makes other code for tensors that begin where their memory does, or at another alignment. It also
+    takes two numbers that are equal in the first call, a length and a beginning, for always equal. So the table's
+    first three rows are not used, and rows have multiples of 16 bytes.
     """
-    table = to_device(torch.tensor([rows[0], *rows], dtype=dtype), device)
-    return list(table[1:].unbind())
+    table = to_device(torch.tensor([*_UNUSED * [rows[0]], *rows], dtype=dtype), device)
+    return list(table[_UNUSED:].unbind())
 
 
 def _made_up_shard(runs: int, device: torch.device, dtype: torch.dtype) -> Shard:

@@ -86,7 +86,9 @@ def test_faster_ways_agree_with_float64(
         assert found.item() == pytest.approx(expected.item(), rel=1e-3)
         for mine, other in zip(gradients, torch.autograd.grad(expected, exact), strict=True):
             assert (mine - other).norm() <= 1e-2 * other.norm()
-    assert not caplog.records, "each way passed its own comparison"
+    assert not [record for record in caplog.records if record.name.startswith("fsdp2kit")], (
+        "each way passed its own comparison"
+    )
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.config.sections.optimizer import OptimizerConfig
@@ -63,18 +63,21 @@ def updated(
     on_host: bool = False,
     dtype: torch.dtype = torch.float32,
     state: bool = False,
+    second: bool = False,
 ) -> dict[str, np.ndarray]:
     """The parameters after `STEPS` steps.
 
     Args:
         state: with the optimizer's state of each.
         shard: ranks over which each of ``replicate`` replicas is sharded, default all; 0: nothing is.
+        second: whether experts are sharded over their second dimension, so that a shard is several runs.
     """
     net = make_net().to(dtype)
     if shard != 0:
         shape = (replicate, shard or dist.get_world_size() // replicate)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
+        placement = (lambda parameter: Shard(1 if parameter is net.experts else 0)) if second else None
+        fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"], shard_placement_fn=placement)
     optimizer = build_optimizer(section, net)
     if on_host:
         keep_state_on_host(optimizer, elements_at_once=6000)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from logging.handlers import BufferingHandler
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.optim import update_kernel
+from fsdp2kit.config.schema import AdamWConfig
+from fsdp2kit.optim import build, update_kernel
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW
 from fsdp2kit.optim.rounded_update import counter, rounded_update, update_factors
 from fsdp2kit.optim.update_kernel import Shard, UpdateKernel
 from fsdp2kit.torch_compat import compiled_graphs
+from tests.optim import helpers
+from tests.support.workers import WorkerPool
 
 # (runs, elements of each, elements that lie before the gradient)
 SHAPES = [(1, 1001, 0), (1, 37, 8), (1, 100, 3), (3, 501, 0), (7, 64, 1), (1, 5000, 0)]
@@ -66,7 +75,7 @@ def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-def stepped(parameter: Tensor, *, compiles: bool) -> list[Tensor]:
+def stepped(parameter: Tensor, *, compiles: bool | None) -> list[Tensor]:
     mine = nn.Parameter(parameter.clone())
     optimizer = RoundedAdamW([mine], lr=0.01, betas=(0.9, 0.98), eps=1e-7, weight_decay=0.1, compiles=compiles)
     for step in range(3):
@@ -114,3 +123,67 @@ def test_a_failure_after_the_trial_is_finished_by_plain_operations(
     monkeypatch.setattr(UpdateKernel, "_agrees", lambda *_: True)
     assert all(map(torch.equal, stepped(parameter, compiles=True), stepped(parameter, compiles=False)))
     assert len(caplog.records) == 1
+
+
+def test_parameters_on_the_host_are_updated_by_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``fsdp.offload = "params"``: nothing is compiled."""
+    monkeypatch.setattr(torch, "compile", fails)
+    parameter = torch.randn(30, 41)
+    assert all(map(torch.equal, stepped(parameter, compiles=None), stepped(parameter, compiles=False)))
+
+
+@contextmanager
+def exact_roots() -> Iterator[None]:
+    with patch.object(Tensor, "sqrt_", exact_root):
+        yield
+
+
+def on_a_mesh(way: str, on_host: bool, dtype: torch.dtype) -> tuple[list[str], list[str], int]:
+    """Steps on FSDP2's shards beside plain steps of whole parameters: tensors that differ, warnings, and graphs.
+
+    Args:
+        way: "compiled"; "as written": without a compiler; "fails": the compiler does.
+        on_host: whether moments are brought from the host and taken back in parts.
+    """
+    section = AdamWConfig(name="adamw_bf16", lr=0.01, betas=(0.9, 0.98), eps=1e-7, weight_decay=0.1)
+    steps = partial(helpers.updated, section, dtype=dtype, state=True)
+    with exact_roots():
+        expected = steps(shard=0)
+    torch.compiler.reset()
+    warnings, graphs = BufferingHandler(1000), compiled_graphs()
+    logging.getLogger("fsdp2kit").addHandler(warnings)
+    with patch.object(build, "RoundedAdamW", partial(RoundedAdamW, compiles=True)):
+        if way == "compiled":
+            found = steps(second=True, on_host=on_host)
+        else:
+            with exact_roots(), patch.object(torch, "compile", lambda f, **_: f if way == "as written" else fails):
+                found = steps(second=True, on_host=on_host)
+    logging.getLogger("fsdp2kit").removeHandler(warnings)
+    assert found.keys() == expected.keys()
+    differing = [name for name, value in found.items() if not np.array_equal(value, expected[name])]
+    return differing, [record.getMessage() for record in warnings.buffer], compiled_graphs() - graphs
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_shards_of_a_mesh_are_updated_as_whole_parameters(on_host: bool, pool: WorkerPool) -> None:
+    for differing, warnings, graphs in pool.run(2, on_a_mesh, "as written", on_host, torch.bfloat16):
+        assert (differing, warnings, graphs) == ([], [], 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_compiled_updates_of_shards_are_those_of_whole_parameters(
+    on_host: bool, dtype: torch.dtype, pool: WorkerPool
+) -> None:
+    for differing, warnings, graphs in pool.run(2, on_a_mesh, "compiled", on_host, dtype):
+        assert (differing, warnings) == ([], [])
+        assert 2 <= graphs <= 4, "one run, several, and gradients that begin elsewhere"
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_rank_whose_compiler_fails_warns_once(on_host: bool, pool: WorkerPool) -> None:
+    for differing, warnings, _ in pool.run(2, on_a_mesh, "fails", on_host, torch.float32):
+        assert differing == []
+        (warning,) = warnings
+        assert "cannot be used here (RuntimeError: no compiler)" in warning

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
-from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2kit.config import TrainingConfig
@@ -134,26 +133,29 @@ def compiled_graphs(*, device: torch.device) -> Iterator[list[dict[str, Any]]]:
     they are read, as on CUDA.
     """
     graphs: list[dict[str, Any]] = []
-    lower = GraphLowering.compile_to_module
 
-    def lower_and_count(graph: GraphLowering) -> Any:
-        module = lower(graph)
-        graphs.append(_figures(graph))
-        return module
+    def count(nodes: list[Any]) -> list[Any]:
+        graphs.append(_figures(nodes, is_backward=V.graph.is_backward))
+        return nodes
 
-    options: dict[str, Any] = {"force_disable_caches": True}
+    options: dict[str, Any] = {"force_disable_caches": True, "_post_fusion_custom_pass": count}
     if device.type == "cpu":
         options["force_pointwise_cat"] = True
-    with inductor.patch(options), mock.patch.object(GraphLowering, "compile_to_module", lower_and_count):
+    with inductor.patch(options):
         yield graphs
 
 
-def _figures(graph: GraphLowering) -> dict[str, Any]:
-    """Kernels of a lowered graph and what they move, and the calls of other libraries by their kind."""
+def _figures(nodes: list[Any], *, is_backward: bool) -> dict[str, Any]:
+    """Kernels of a lowered graph and what they move, and the calls of other libraries by their kind.
+
+    Args:
+        nodes: of Inductor's scheduler, after it has fused them.
+        is_backward: whether the graph is a backward.
+    """
     kernels = 0
     moved = 0
     calls: Counter[str] = Counter()
-    for node in graph.scheduler.nodes:
+    for node in nodes:
         size = node.get_read_write_buffers_sizes()
         if size == 0:  # a view of what another node has made, or a buffer without values
             continue
@@ -165,7 +167,7 @@ def _figures(graph: GraphLowering) -> dict[str, Any]:
     matmuls = calls.pop("matmul", 0)
     attention = calls.pop("attention", 0)
     return {
-        "graph": "backward" if graph.is_backward else "forward",
+        "graph": "backward" if is_backward else "forward",
         "kernels": kernels,
         "moved": round(moved / hidden_state_bytes(), 1),
         "matmuls": matmuls,
