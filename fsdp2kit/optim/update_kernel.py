@@ -221,9 +221,10 @@ def _made_up_shard(runs: int, device: torch.device, dtype: torch.dtype) -> Shard
     for tensor in (gradient, exp_avg, exp_avg_sq):
         tensor[:, :10] = 0
     factors = update_factors(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3)
+    # Copies, which begin where their memory does, as on a device.
     return Shard(
-        parameter.to(device, dtype),
-        gradient.to(device, dtype),
+        parameter.to(device, dtype, copy=True),
+        gradient.to(device, dtype, copy=True),
         exp_avg.to(device, torch.bfloat16),
         exp_avg_sq.to(device, torch.bfloat16),
         counter=2**31 - 1000,

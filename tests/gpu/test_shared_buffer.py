@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +21,7 @@ from tools.benchmarks.harness import give_back_memory
 pytestmark = pytest.mark.gpu
 
 # On a device, reductions of several allocations' size, so that a second buffer shows in the reserved memory.
-WIDE = {
+WIDE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_attention_heads": 16,
