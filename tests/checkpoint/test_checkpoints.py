@@ -226,6 +226,15 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     assert checkpoints.resolve("auto") == path.with_name("step-000002")
 
 
+def test_taken_up_from_another_directory_all_checkpoints_here_are_of_another_history(tmp_path: Path) -> None:
+    _, elsewhere = saved_alone(tmp_path / "other", 3)
+    saved_alone(tmp_path / "here", 1, 2, keep=5)
+    checkpoints = helpers.checkpoints_of(tmp_path / "here", keep=5)
+    checkpoints.restore(elsewhere)
+    checkpoints.save(helpers.progress_at(4))
+    assert names(tmp_path / "here") == ["step-000004", "superseded-step-000001", "superseded-step-000002"]
+
+
 class Killed(BaseException):
     """What our code does not catch, as nobody catches a SIGKILL."""
 

@@ -115,9 +115,9 @@ def test_a_small_share_holds_a_row_and_all_rows_are_too_many(tmp_path: Path) -> 
         build({"path": path}, split=3)
 
 
-def stream_texts(data: Data, steps: int) -> set[str]:
+def stream_texts(data: Data, steps: int, *, first: int = 0) -> set[str]:
     found = set()
-    for index in range(steps):
+    for index in range(first, steps):
         for batch in data.loader.batch(index):
             for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
                 size = 1 + sum(label != -100 for label in labels)
@@ -162,3 +162,23 @@ def test_a_limited_stream_resumes_within_its_limit(tmp_path: Path) -> None:
     for index in range(3, 6):
         one, other = ([batch.input_ids.tolist() for batch in loader.batch(index)] for loader in (straight, resumed))
         assert one == other
+
+
+@pytest.mark.parametrize("part", [{"limit": 140}, {"split": "train[20:]"}, {"split": "train[20:]", "limit": 140}])
+def test_a_stream_of_some_rows_goes_on_with_the_next_one(part: dict, tmp_path: Path) -> None:
+    """It is resumed in its second window: the first reads its rows from the start again."""
+    options = {"path": write(tmp_path / "a.jsonl", TEXTS), "streaming": True, **part}
+    straight, resumed = (build(options, split="train", every=0) for _ in range(2))
+    expected = TEXTS[20 if "split" in part else 0 :][: part.get("limit")]
+    assert stream_texts(straight, 20) == {*expected[:80]}
+    resumed.loader.seek(20, json.loads(json.dumps(straight.loader.state(20))))
+    assert stream_texts(resumed, len(expected) // 4, first=20) == {*expected[80:]}
+
+
+def test_rows_that_are_too_long_fill_a_pack_each(tmp_path: Path) -> None:
+    """A stream holds out as many as the evaluation asks for; a table is enough for it."""
+    long = [f"{text} " * 40 for text in TEXTS]
+    path = write(tmp_path / "a.jsonl", long)
+    options = {"path": path, "pack": True, "overlong": "truncate"}
+    assert build(options, split=0.5).held_out[""].steps_per_epoch >= 20
+    assert build({**options, "streaming": True}, split=0.5, steps=20).held_out[""].steps_per_epoch >= 20

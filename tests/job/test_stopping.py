@@ -263,6 +263,7 @@ def test_a_bug_on_a_launched_rank_is_one_traceback(tmp_path: Path) -> None:
 def test_exit_codes_of_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
     assert launcher.exit_code_of({}, interrupted=False) == 0
     assert launcher.exit_code_of({0: 2, 1: 2}, interrupted=False) == 2
+    assert launcher.exit_code_of({0: -signal.SIGTERM, 1: 2}, interrupted=False) == 2
     assert launcher.exit_code_of({1: 1, 0: -signal.SIGTERM}, interrupted=False) == 1
     assert launcher.exit_code_of({0: 130, 1: 130}, interrupted=True) == 130
     assert capsys.readouterr().err == ""

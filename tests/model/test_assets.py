@@ -132,6 +132,16 @@ def test_a_weights_digest_is_of_every_tensor(tmp_path: Path) -> None:
     assert weights_digest(other) != weights_digest(one)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_weights_digest_is_of_both_ends_of_a_tensor(place: int, tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(64, 2048) for name in ("a", "b", "z")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = weights_digest(tmp_path)
+    tensors["b"].view(-1)[place] = 1.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weights_digest(tmp_path) != before
+
+
 def test_the_dtype_of_an_export(tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path, dtype=torch.bfloat16)
     config = AutoConfig.from_pretrained(path)

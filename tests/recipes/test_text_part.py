@@ -377,6 +377,15 @@ def test_what_cannot_be_trained_is_refused_in_a_line(pool: WorkerPool, tmp_path:
     assert_refused(pool, toml, mistakes, tmp_path)
 
 
+def test_a_text_part_without_some_of_its_layers_is_refused(tmp_path: Path) -> None:
+    """Its export would copy them as they are."""
+    section = ModelConfig(path=str(write_whole("gemma3", tmp_path)), config={"num_hidden_layers": 1})
+    model: Any = build_model(section)
+    materialize(model, device=torch.device("cpu"))
+    with pytest.raises(UserError, match="in its safetensors and unknown to Gemma3ForCausalLM"):
+        load_pretrained(model, allow_unexpected=True)
+
+
 def test_a_whole_that_does_more_with_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(ModelConfig(path=str(write_whole("gemma3", tmp_path))))
     whole, traits = weights_of(model).names.whole, inspect_model(model)

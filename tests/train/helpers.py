@@ -51,6 +51,7 @@ def build(
     run_dir: Path,
     *,
     resume_step: int = 0,
+    unevaluated: dict[str, Any] | None = None,
     is_main: bool = True,
     wandb_id: str | None = None,
     mode: str = "disabled",
@@ -68,7 +69,7 @@ def build(
     )
     plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
     config = TrainingConfig.model_validate({"recipe": "none", "wandb": {"mode": mode}, **(sections or {})})
-    progress = Progress(step=resume_step, wandb_id=wandb_id)
+    progress = Progress(step=resume_step, wandb_id=wandb_id, unevaluated=unevaluated)
     return build_metrics(config, job=job, plan=plan, progress=progress, total_steps=total_steps)
 
 

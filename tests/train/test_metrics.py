@@ -232,6 +232,19 @@ def test_resume_moves_later_lines_aside(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.after-step-000120.jsonl") == list(range(121, 131))
 
 
+def test_a_step_whose_evaluation_was_left_has_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is logged once that is done; a start that was killed after it leaves its line behind."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 120))
+    for _ in range(2):
+        metrics = build(tmp_path, resume_step=120, unevaluated={"step": 120})
+        metrics.log({"step": 120, "eval_loss": 0.5}, is_completed=True)
+        metrics.close(ok=True)
+        assert steps_in(path) == list(range(1, 121))
+    assert steps_in(tmp_path / "metrics.after-step-000119.jsonl") == [120]
+    assert "has no steps" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("logged", "says"), [(0, "has no steps 1 to 120"), (100, "has no steps 101 to 120"), (120, "")]
 )

@@ -74,9 +74,9 @@ def answers(folder: Path, case: Case, stop: int) -> list[str]:
 
 def test_an_answer_ends_with_the_first_token_that_ends_a_turn(folder: Path, pool: WorkerPool) -> None:
     plain = load_plain(folder / "llama3").eval()
-    for at in (3, 5):
+    for at, case in ((3, Case("llama3", 1, 2)), (5, Case("llama3", 2, 1))):
         ids = plain.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
-        found = pool.run(2, answers, folder, Case("llama3", 1, 2), ids[at])
+        found = pool.run(2, answers, folder, case, ids[at])
         assert found == [[" ".join(str(one) for one in ids[: ids.index(ids[at]) + 1])]] * 2
 
 
