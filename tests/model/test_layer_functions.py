@@ -17,10 +17,10 @@ from fsdp2kit.parallel.context_parallel.recurrent import Exchange, apply_recurre
 from fsdp2kit.parity.reference import Curves
 from tests.planner.helpers.models import planned
 from tests.support.cases import Case, run_case
-from tests.support.models import RECURRENT, full, make_batches, slow, tiny_model, tiny_model_dir
+from tests.support.models import PACKED_RECURRENT, full, make_batches, slow, tiny_model, tiny_model_dir
 from tests.support.workers import WorkerPool
 
-KINDS = ["bamba", *(full(kind) for kind in RECURRENT if kind != "bamba")]
+KINDS = ["bamba", *(full(kind) for kind in PACKED_RECURRENT if kind != "bamba")]
 PLANNED = ("qwen3_5", "nemotron_h", "bamba", "lfm2")  # each kind of layer
 # Of transformers' files: what they call a kernel for where its package is installed.
 KERNELS = (
@@ -44,7 +44,7 @@ def install_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setitem(scope, name, kernel)
 
 
-@pytest.mark.parametrize("kind", [full(kind) if kind in PLANNED else slow(kind) for kind in RECURRENT])
+@pytest.mark.parametrize("kind", [full(kind) if kind in PLANNED else slow(kind) for kind in PACKED_RECURRENT])
 def test_a_plan_is_the_same_with_kernels_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model_dir(kind, tmp_path)
     config = Case(kind, cp=2, attention="auto").config(tmp_path, steps=1, rows=4)

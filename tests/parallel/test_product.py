@@ -16,10 +16,10 @@ from fsdp2kit.weights.experts import expert_count
 from tests.parallel.helpers.alone import documents_alone
 from tests.parallel.helpers.isolation import leaks
 from tests.support.cases import Case, run_cases
-from tests.support.models import RECURRENT, beyond, tiny_config, tiny_model_dir
+from tests.support.models import PACKED_RECURRENT, beyond, tiny_config, tiny_model_dir
 from tests.support.workers import WorkerPool
 
-KINDS = (*RECURRENT, "gpt_oss", "llama4", "deepseek_v3", "glm4", "gemma3n")
+KINDS = (*PACKED_RECURRENT, "gpt_oss", "llama4", "deepseek_v3", "glm4", "gemma3n")
 
 
 def cases(kind: str) -> list[Case]:

@@ -36,7 +36,7 @@ from tests.parallel.helpers.steps import one_step
 from tests.planner.helpers.models import planned
 from tests.support.cases import Case, run_cases
 from tests.support.models import (
-    IS_5_17,
+    PACKED_RECURRENT,
     RECURRENT,
     beyond,
     full,
@@ -49,10 +49,8 @@ from tests.support.traffic import Traffic, count_traffic
 from tests.support.workers import WorkerPool
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
-# transformers 5.17 hands the layers of LFM2 nothing of a batch: packs and cp are refused there.
-KINDS = tuple(kind for kind in RECURRENT if not (IS_5_17 and kind.startswith("lfm2")))
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "kind": KINDS,
+    "kind": PACKED_RECURRENT,
     "mesh": ((1, 1), (1, 2), (2, 2), (1, 4)),  # dp, cp
     "method": ("auto", *METHODS),
     "checkpointing": (False, "full", "selective"),
@@ -74,7 +72,7 @@ def _case(row: Row) -> Case:
 
 
 COVERING = [_case(row) for row in Table(OPTIONS, _fits).covering()]
-FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(KINDS)}
+FIRST = {kind: next(case for case in COVERING[at:] if case.kind == kind) for at, kind in enumerate(PACKED_RECURRENT)}
 FULL = [
     Case("nemotron_h", 1, 2, 1, method="ring", checkpointing="selective", lr=3e-4),
     *(case for kind, case in FIRST.items() if kind != "nemotron_h"),
@@ -119,7 +117,7 @@ DENSE = ("qwen3_5", "olmo_hybrid", "falcon_h1", "bamba", "lfm2")
     [
         (slow if kind in ("olmo_hybrid", "bamba") else full)(kind, METHODS[at % 3], (2, 4, 1)[at % 3])
         for at, kind in enumerate(DENSE)
-        if kind in KINDS
+        if kind in PACKED_RECURRENT
     ],
 )
 def test_no_document_sees_another(kind: str, method: Any, cp: int, pool: WorkerPool, models: Path) -> None:
@@ -259,7 +257,7 @@ def measure_costs(kind: str, method: Method | None, cp: int, starts: list[int]) 
     [
         ("qwen3_5", "ulysses", 2),
         full("bamba", "ring", 4),
-        *(full(kind, "allgather", 2) for kind in KINDS if kind == "lfm2"),
+        *(full(kind, "allgather", 2) for kind in PACKED_RECURRENT if kind == "lfm2"),
     ],
 )
 def test_memory_is_shared_out_and_traffic_is_as_planned(kind: str, method: Method, cp: int, pool: WorkerPool) -> None:
