@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,7 +367,7 @@ def test_a_request_to_another_rank_is_this_ranks_too_and_does_not_replace_its_ow
             request.received = own
             stop.hear_of("SIGTERM on rank 3")
             assert (request.reason, request.is_told) == (expected, own is None)
-            stop.when_asked(lambda: called.append("at once"))
+            stop.when_asked(partial(called.append, "at once"))
         assert called[0] == "at once"
 
 

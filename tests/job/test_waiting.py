@@ -101,11 +101,13 @@ def test_waiting_for_the_device_ends_with_the_next_phase(monkeypatch: pytest.Mon
     assert (str(status.position()), status.position().number) == ("starting", 8)
 
 
-def test_the_place_of_work_is_the_users_own_line() -> None:
+def test_the_place_of_work_is_the_users_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ours, which may be installed among the libraries."""
+    monkeypatch.setattr(status, "_PACKAGE", "/x/site-packages/fsdp2kit")
     library, own = f"{TORCH}/nn/module.py", "/home/me/recipes/mine.py"
     assert status.place_of(_frames(library, own, "/home/me/other.py")) == "recipes/mine.py:2 in f"
     assert status.place_of(_frames(library, "<frozen runpy>")) == "nn/module.py:1 in f"
-    assert status.place_of(_frames(library, status.__file__)) == "job/status.py:2 in f"
+    assert status.place_of(_frames(library, "/x/site-packages/fsdp2kit/job/mesh.py", own)) == "job/mesh.py:2 in f"
     assert status.place_of(None) == ""
 
 
@@ -113,6 +115,7 @@ def _order(folder: Path) -> tuple[list[str], str]:
     """In which order the ranks of a machine do their work, and in which phase they are after it."""
 
     def work() -> list[str]:
+        time.sleep(0.1 if os.environ["LOCAL_RANK"] == "0" else 0)
         (folder / os.environ["LOCAL_RANK"]).touch()
         return sorted(path.name for path in folder.iterdir())
 
@@ -121,5 +124,7 @@ def _order(folder: Path) -> tuple[list[str], str]:
 
 
 def test_the_first_rank_of_a_machine_is_done_before_the_others_begin(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(3, _order, tmp_path)[0] == (["0"], "reading data")
+    first, *others = pool.run(3, _order, tmp_path)
+    assert first == (["0"], "reading data")
+    assert all("0" in found and phase == "reading data" for found, phase in others)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}
