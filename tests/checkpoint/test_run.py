@@ -21,6 +21,7 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.export_plan import ExportDtype, ExportPlan, choose_dtype, into_files
 from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.merge import _find_base
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.checkpoint.staging import clear_beside, make_beside, mark
 from fsdp2kit.config import TrainingConfig, dump_toml
@@ -34,6 +35,7 @@ from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import build_model
 from fsdp2kit.rl.evaluation import RewardEvaluation
 from fsdp2kit.weights.record import ModelSource, source_of, weights_of
+from fsdp2kit.weights.stored import weights_digest
 from fsdp2kit.weights.transfer import WeightEntry
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import checkpoints_of, exported_step, flip
@@ -405,3 +407,34 @@ def test_files_of_weights_are_filled_in_order_with_wider_dtypes_first() -> None:
     plan = ExportPlan(Path(), ExportDtype("bfloat16", "x"), files)
     assert plan.describe_dtype() == "bfloat16, x; 2 tensors stay in float32"
     assert [*files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_an_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp_path: Path) -> None:
+    """By the digest of its weights, wherever it is now; a checkpoint without a manifest does not tell."""
+    for seed, name in enumerate(("one", "other")):
+        helpers.tiny_llama(seed=seed).save_pretrained(tmp_path / name)
+    one, other = tmp_path / "one", tmp_path / "other"
+    named = tmp_path / "adapter_config.json"
+    manifest = SimpleNamespace(identity={"model.weights": f"pretrained {weights_digest(one)}"})
+
+    def find(base: Path | None, *, known: Any = manifest) -> Path:
+        source: Any = SimpleNamespace(config_dir=tmp_path, manifest=known)
+        return _find_base(source, None if base is None else str(base))
+
+    named.write_text("{}")
+    with pytest.raises(UserError, match="the adapter's config names no model"):
+        find(None)
+    assert find(one) == one
+    named.write_text(json.dumps({"base_model_name_or_path": str(other)}))
+    with pytest.raises(UserError, match=r"other holds other weights than the adapter was trained on"):
+        find(None)
+    assert find(one) == one
+    assert find(None, known=None) == other
+    assert find(None, known=SimpleNamespace(identity={})) == other
+
+
+def test_a_file_in_an_exports_place_is_refused(tmp_path: Path) -> None:
+    ExportDirectory(tmp_path / "hf").check_replaceable()
+    (tmp_path / "hf").write_text("mine")
+    with pytest.raises(UserError, match=r"hf: is not a directory; choose another directory, or move that away"):
+        ExportDirectory(tmp_path / "hf").check_replaceable()

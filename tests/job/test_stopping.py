@@ -423,3 +423,26 @@ def test_a_last_word_is_called_within_its_block_alone(monkeypatch: pytest.Monkey
         stop.leave()
     stop.leave()
     assert said == ["word", "exit 0", "exit 0"]
+
+
+def test_a_launcher_passes_signals_on_and_kills_after_a_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come before the ranks are there wait for them; a rank that has ended gets none."""
+    now, sent = 100.0, []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 7:
+            raise ProcessLookupError
+        sent.append((pid, signal.Signals(number).name))
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(launcher.os, "kill", kill)
+    monkeypatch.setattr(launcher.signal, "signal", lambda number, handler: None)
+    signals: Any = launcher._Signals()
+    signals._send(signal.SIGUSR1, None)
+    signals.go_to(SimpleNamespace(pids=lambda: {0: 7, 1: 8}))
+    for seconds in (0.0, 11.0, 9.9, 0.1):
+        now += seconds
+        signals.end_if_interrupted()
+        if seconds in (0.0, 11.0):
+            signals._send(signal.SIGINT, None)
+    assert sent == [(8, name) for name in ("SIGUSR1", "SIGINT", "SIGINT", "SIGKILL")]

@@ -27,7 +27,7 @@ from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.process import seconds_alive
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.stop import listening
+from fsdp2kit.job.stop import Stopped, listening
 from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.parity.reference import (
     IGNORE,
@@ -38,7 +38,7 @@ from fsdp2kit.parity.reference import (
     plain_logits,
     plain_loop,
 )
-from fsdp2kit.train import evaluation, notices, saving
+from fsdp2kit.train import evaluation, loop, notices, saving
 from fsdp2kit.train.evaluating import Evaluations
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import stream_seed
@@ -729,3 +729,60 @@ def test_who_was_asked_to_stop_is_told(reasons: list[str | None], says: str, mon
     monkeypatch.setattr(notices, "gather_objects", lambda _: reasons)
     notices.tell_stop(run, cast(Any, asked))
     assert said == [f"asked to stop ({says}) after step 2", ("stop", {"step": 2, "reason": says})]
+
+
+@pytest.mark.parametrize(("norm", "made"), [(1.0, True), (math.inf, False), (math.nan, False)])
+def test_a_step_waits_for_a_save_that_copies_what_it_changes(
+    norm: float, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that changes no parameter need not, but all else goes on with it."""
+    done: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_, **__: done.append(name)
+
+    monkeypatch.setattr(loop, "accumulate_gradients", lambda *_, **__: torch.tensor(2.0))
+    monkeypatch.setattr(loop, "clip_gradients", lambda *_, **__: torch.tensor(norm))
+    memory = SimpleNamespace(end=lambda phase: None)
+    section = SimpleNamespace(max_grad_norm=1.0, on_nonfinite="skip")
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(train=section, fsdp=None),
+        metrics=SimpleNamespace(throughput=SimpleNamespace(memory=memory)),
+        mesh=SimpleNamespace(sum_loss=lambda loss: loss),
+        checkpoints=SimpleNamespace(wait_until_staged=note("copied")),
+    )
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.5}], step=note("step"), zero_grad=note("zeroed"))
+    batch: Any = SimpleNamespace(num_items=1, tokens_by_source={})
+    balance: Any = SimpleNamespace(end_step=lambda *, moves: done.append(f"moves {moves}"))
+    schedule: Any = SimpleNamespace(step=note("schedule"))
+    options: Any = {"objective": None, "names": SimpleNamespace(names=()), "shard": None, "balance": balance}
+    loop.train_step(run, nn.Linear(1, 1), optimizer, schedule, batch, **options)
+    assert done == [*(["copied", "step"] if made else []), f"moves {made}", "schedule", "zeroed"]
+
+
+@pytest.mark.parametrize("where", ["evaluation", "answers", "nowhere"])
+@pytest.mark.parametrize("is_completed", [True, False])
+def test_an_evaluation_that_is_left_is_logged_by_the_next_start(where: str, is_completed: bool) -> None:
+    """The record is completed once, with what this start alone knows; answers that are left are not written."""
+
+    def leave(here: str) -> None:
+        if where == here:
+            raise Stopped("SIGTERM")
+
+    logged: list[Any] = []
+    metrics: Any = SimpleNamespace(
+        completed=lambda record: {**record, "gap": 1.0},
+        log=lambda record, *, is_completed: logged.append((record, is_completed)),
+        log_samples=lambda step, answers: logged.append(answers),
+        throughput=SimpleNamespace(restart=lambda: None),
+    )
+    evaluate = Evaluates([2.5], lambda: leave("evaluation"))
+    evaluate.answers = lambda: leave("answers") or ["yes"]  # type: ignore[method-assign]
+    evaluations = Evaluations(evaluate, EvalConfig(), metrics=metrics, last_step=4)
+    progress = evaluations.evaluate_and_log(Progress(step=4), {"step": 4}, is_completed=is_completed)
+    if where == "evaluation":
+        assert progress == Progress(step=4, unevaluated={"step": 4} if is_completed else {"step": 4, "gap": 1.0})
+        assert (logged, progress.is_over(4, patience=None)) == ([], False)
+        return
+    assert (progress.unevaluated, progress.best_eval_loss) == (None, 2.5)
+    assert logged == [({"step": 4, "eval_loss": 2.5}, is_completed), *([["yes"]] if where == "nowhere" else [])]
