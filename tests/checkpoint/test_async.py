@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +166,23 @@ def test_the_saving_thread_works_on_the_ranks_own_device(tmp_path: Path, monkeyp
         begin = work_on_this_device()
     monkeypatch.setattr("fsdp2kit.checkpoint.background.work_on_this_device", lambda: begin)
     assert BackgroundSave()._writer.submit(torch.cuda.current_device).result() == 3
+
+
+def test_a_failure_is_told_once_and_waiting_is_counted_save_by_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is looked at."""
+    save, now = BackgroundSave(), itertools.count()
+    monkeypatch.setattr("fsdp2kit.checkpoint.background.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+
+    def fail(tensors: Any, number: int) -> None:
+        raise RuntimeError(f"save {number}")
+
+    for number in (1, 2):
+        save.begin({"model": {"x": torch.ones(2)}}, fail, number)
+        assert save.waited == 1.0
+        with pytest.raises(RuntimeError, match=f"save {number}"):
+            save.finish()
+        assert save.waited == 2.0
+        assert not save.has_failed()
+        save.finish()
+        save.wait_until_staged()
+        assert save.waited == 2.0

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,18 @@ from transformers import LlamaForCausalLM
 
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.manifest import Manifest, check_contents, in_use, read_manifest, verify
-from fsdp2kit.checkpoint.state import initialise_state, load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.keys import find_weights
+from fsdp2kit.checkpoint.manifest import (
+    Manifest,
+    check_contents,
+    holds_best,
+    in_use,
+    read_manifest,
+    read_progress,
+    verify,
+)
+from fsdp2kit.checkpoint.state import _whole_rows, initialise_state, load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.weights.record import find_ties
 from tests.checkpoint import helpers
@@ -523,3 +534,135 @@ def test_a_save_that_waited_for_a_lost_rank_does_not_blame_the_disk(
     with pytest.raises(RunFailure, match=r"see why a rank ended .* it resumes from step-000001") as failure:
         checkpoints.save(helpers.progress_at(2))
     assert "free space" not in str(failure.value)
+
+
+def empty_checkpoint(store: CheckpointStore, step: int) -> Path:
+    store.path(step).mkdir(parents=True)
+    (store.path(step) / "manifest.json").write_text("{}")
+    return store.path(step)
+
+
+def test_checkpoints_are_ordered_by_number_and_others_are_none(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.published() == CheckpointStore(tmp_path / "missing").published() == []
+    for step in (1_000_000, 999_999, 20):
+        empty_checkpoint(store, step)
+    for name in ("step-12", "step-0000200x", "superseded-step-000030", ".trash-step-000040"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000050").touch()
+    (tmp_path / "step-000060").mkdir()
+    assert [step for step, _ in store.published()] == [20, 60, 999_999, 1_000_000]
+    assert [path.name for _, path in store.complete()] == ["step-000020", "step-999999", "step-1000000"]
+    store.retain(1)
+    assert [step for step, _ in store.complete()] == [1_000_000]
+
+
+def test_what_is_set_aside_or_thrown_away_replaces_nothing(tmp_path: Path) -> None:
+    """The same step may be superseded, thrown away and cut short again and again."""
+    store = CheckpointStore(tmp_path)
+    for attempt in (1, 2, 3):
+        (empty_checkpoint(store, 7) / f"of attempt {attempt}").touch()
+        store._set_superseded_aside(6)
+        empty_checkpoint(store, 5)
+        store.temporary(5).mkdir()
+        store.recover()
+        store._throw_away(store.path(5))
+    aside = ["superseded-step-000007", "superseded-step-000007-2", "superseded-step-000007-3"]
+    assert [path.name for path in sorted(tmp_path.glob("superseded-*"))] == aside
+    assert (tmp_path / aside[2] / "of attempt 3").exists()
+    assert len(store._trash()) == 6
+    store.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == aside
+
+
+def test_a_sweep_goes_on_after_what_it_cannot_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, delete = CheckpointStore(tmp_path), shutil.rmtree
+    for name in ("a", "b"):
+        (tmp_path / f".trash-{name}").mkdir()
+    first, second = store._trash()
+    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0 if path == first else delete(path))
+    store.sweep()
+    assert (first.exists(), second.exists()) == (True, False)
+    assert f"{first}: an old checkpoint was not deleted" in caplog.text
+
+
+def test_the_older_one_comes_back_only_where_the_newer_is_not_whole(tmp_path: Path) -> None:
+    """Between the two renames of a replacement, after it, and where a directory without a manifest has the name."""
+    for is_complete in (None, False, True):
+        store = CheckpointStore(tmp_path / str(is_complete))
+        (empty_checkpoint(store, 3) / "old").touch()
+        store.path(3).rename(store.root / ".old-step-000003")
+        if is_complete is not None:
+            (empty_checkpoint(store, 3) / "new").touch()
+        if is_complete is False:
+            (store.path(3) / "manifest.json").unlink()
+        store.recover()
+        assert (store.path(3) / ("new" if is_complete else "old")).exists()
+        assert [step for step, _ in store.complete()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("stored", "tied", "smaller", "expected"),
+    [
+        (["model.a", "model.b"], {}, {}, {"a": "model.a", "b": "model.b"}),
+        (["a", "b", "optimizer.state.a.step"], {}, {}, {"a": "a", "b": "b"}),
+        (["model.a", "model.b", "optimizer.x", "other.y"], {}, {}, {"a": "model.a", "b": "model.b"}),
+        (["model.alias", "model.b"], {"alias": "a"}, {}, {"a": "model.alias", "b": "model.b"}),
+        (["a", "alias", "b"], {"alias": "a"}, {}, {"a": "a", "b": "b"}),
+        (["a", "b"], {}, {"a": torch.Size([2])}, None),
+        (["a"], {}, {}, "has no tensor b (1 missing in all)"),
+        (["model.a", "model.b", "model.c"], {}, {}, "holds model.c, which the model has not"),
+        (["a", "b", "c"], {}, {}, "holds c, which the model has not"),
+        (["a", "alias", "b"], {}, {}, "holds alias, which the model has not"),
+    ],
+)
+def test_which_key_is_which_tensor(stored: list[str], tied: dict, smaller: dict, expected: Any) -> None:
+    """All have three elements; ``smaller`` may also have its own number of them, which these keys have not."""
+    shapes = {key: torch.Size([3]) for key in stored}
+    tensors = {name: torch.zeros(3) for name in ("a", "b")}
+
+    def find() -> dict[str, str]:
+        return find_weights(Path("x"), shapes, tensors, tied=tied, smaller=smaller)
+
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            find()
+    else:
+        assert find() == (expected or {"a": "a", "b": "b"})
+    for name, size in smaller.items():
+        shapes[name] = size
+        assert find() == {"a": "a", "b": "b"}
+        shapes["b"] = size
+        with pytest.raises(UserError, match=r"x: b: has shape \(2,\) in the checkpoint and \(3,\) in the model"):
+            find()
+
+
+def test_progress_of_a_version_before_and_of_one_after(tmp_path: Path) -> None:
+    _, path = saved_alone(tmp_path, 1)
+    manifest = read_manifest(path)
+    known = manifest.progress
+    before = replace(manifest, progress={name: known[name] for name in known if name != "unevaluated"})
+    assert read_progress(path, before) == helpers.progress_at(1)
+    with pytest.raises(UserError, match="another kind of progress: later is not in both"):
+        read_progress(path, replace(manifest, progress={**known, "later": 1}))
+
+
+def test_only_the_best_of_this_very_history_is_held_for_it(tmp_path: Path) -> None:
+    checkpoints, _ = saved_alone(tmp_path)
+    best = replace(helpers.progress_at(2), best_step=2, best_eval_loss=1.5)
+    path = checkpoints.save(best)
+    assert holds_best(path, replace(best, step=9))
+    assert not holds_best(path, replace(best, best_eval_loss=1.25))
+    assert not holds_best(path.with_name("step-000003"), best)
+    (path / "manifest.json").write_text("{")
+    assert not holds_best(path, best)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 10], [4, 8], [3, 0, 9], [12], [2, 2, 2, 2, 2, 2], [5, 5, 2]])
+def test_blocks_of_any_size_become_rows(sizes: list[int]) -> None:
+    table = torch.arange(12.0).view(4, 3)
+    blocks = [*_whole_rows(table.flatten().split(sizes), torch.Size([4, 3]))]
+    assert all(block.shape[1:] == (3,) for block in blocks)
+    assert torch.equal(torch.cat(blocks), table)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -490,3 +492,37 @@ def test_an_index_that_names_no_file_of_its_directory_is_refused(
         with pytest.raises(UserError, match=says):  # transformers would open it
             load_whole(path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_each_file_is_written_by_one_rank(tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, str]] = []
+    monkeypatch.setattr(hf, "transfer", lambda entries, reader, sink: written.append((at, entries)))
+    source: Any = SimpleNamespace(manifest=None)
+    files: Any = {name: SimpleNamespace(entries=name, size=1) for name in "abc"}
+    plan: Any = SimpleNamespace(source=source, reader=nullcontext, files=files)
+    for at in range(world_size):
+        write_files(plan, tmp_path, rank=at, world_size=world_size)
+    assert sorted(name for _, name in written) == ["a", "b", "c"]
+    assert {at for at, _ in written} == {*range(min(3, world_size))}
+
+
+def test_a_file_that_is_not_whole_is_not_published(tmp_path: Path, checkpoint: Path) -> None:
+    """One byte short; the former export stays, and nothing is left beside it."""
+    out = tmp_path / "out"
+    dcp_to_hf(checkpoint, out, dtype="float32")
+    directory, before = ExportDirectory(out), (out / "model.safetensors").read_bytes()
+    with open_source(checkpoint, None) as source:
+        plan = plan_export(source, dtype="bfloat16")
+        cut = plan.files["model.safetensors"].size - 1
+
+        def write() -> None:
+            with directory.replaced(plan) as folder:
+                write_files(plan, folder)
+                os.truncate(folder / "model.safetensors", cut)
+
+        with pytest.raises(RunFailure, match="was not written, or not whole"):
+            write()
+    assert (out / "model.safetensors").read_bytes() == before
+    assert directory.is_whole()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

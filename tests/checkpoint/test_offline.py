@@ -119,3 +119,27 @@ def test_a_config_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "config.toml").unlink()
     (tmp_path / "config.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
     assert changed_settings(tmp_path, config) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.name", "muon"),
+        ("run.seed", 7),
+        ("data.seq_len", 64),
+        ("data.pack", False),
+        ("data.shuffle", False),
+        ("train.global_batch_size", 48),
+    ],
+)
+def test_each_setting_that_decides_about_the_batches_is_of_the_run(key: str, value: Any, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    plain = settings_identity(config_of(tmp_path))
+    changed = settings_identity(config_of(tmp_path, **{section: {name: value}}))
+    assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
+    assert changed[key] == str(value).lower()
+
+
+def test_an_end_that_is_moved_is_the_same_run(tmp_path: Path) -> None:
+    others = {"train": {"steps": 5, "micro_batch_size": 2}, "optimizer": {"lr": 0.5}, "eval": {"every": 3}}
+    assert settings_identity(config_of(tmp_path, **others)) == settings_identity(config_of(tmp_path))

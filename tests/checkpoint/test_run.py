@@ -15,12 +15,15 @@ import torch
 from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 
-from fsdp2kit.checkpoint.adapter import describe_base
+from fsdp2kit.checkpoint.adapter import base_of, check_same_base, describe_base
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.export_plan import ExportDtype, ExportPlan, choose_dtype, into_files
 from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.merge import _find_base
 from fsdp2kit.checkpoint.run import build_checkpoints
+from fsdp2kit.checkpoint.staging import clear_beside, make_beside, mark
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
@@ -32,6 +35,8 @@ from fsdp2kit.job.progress import Progress
 from fsdp2kit.model.build import build_model
 from fsdp2kit.rl.evaluation import RewardEvaluation
 from fsdp2kit.weights.record import ModelSource, source_of, weights_of
+from fsdp2kit.weights.stored import weights_digest
+from fsdp2kit.weights.transfer import WeightEntry
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import checkpoints_of, exported_step, flip
 
@@ -304,3 +309,132 @@ def test_an_adapter_that_names_another_model_is_warned_of(tmp_path: Path) -> Non
     assert describe_base(tmp_path, "/models/a-model") == []
     (tmp_path / ".fsdp2kit-export.json").write_text("{}")
     assert describe_base(tmp_path, "/models/another") == []
+
+
+def write_record(folder: Path, **record: Any) -> Path:
+    folder.mkdir()
+    (folder / ".fsdp2kit-export.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_an_adapter_of_other_weights_is_refused_where_its_export_tells(tmp_path: Path) -> None:
+    same, none = write_record(tmp_path / "same", base="pretrained abc"), write_record(tmp_path / "none")
+    for directory in (same, none, tmp_path / "missing"):
+        check_same_base(directory, "pretrained abc")
+    with pytest.raises(UserError, match=r"same was trained on another model .* \(its weights are pretrained abc\)"):
+        check_same_base(same, "pretrained abd")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [('{"base_model_name_or_path": "a"}', "a"), ('{"base_model_name_or_path": null}', None), ("{}", None)],
+)
+def test_the_model_that_an_adapter_names(text: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    assert base_of(tmp_path) == expected
+    for wrong in ('{"base_model_name_or_path": 3}', "[]", "{"):
+        (tmp_path / "adapter_config.json").write_text(wrong)
+        with pytest.raises(UserError, match="is not an adapter's config"):
+            base_of(tmp_path)
+
+
+def test_the_best_is_looked_for_here_and_where_the_run_resumed_from(tmp_path: Path) -> None:
+    """A run that was taken up elsewhere has its best step there; its own comes first, and none is the newest."""
+    progress = replace(helpers.progress_at(9), best_step=2, best_eval_loss=1.5)
+    best = replace(helpers.progress_at(2), best_step=2, best_eval_loss=1.5)
+    export = checkpoints_of(tmp_path / "here", export="best", export_hf="every", keep=9).run_export
+    newest, there = tmp_path / "newest", tmp_path / "there" / "checkpoints" / "step-000007"
+
+    def due(*, progress: Progress = progress, is_over: bool = True) -> Path | None:
+        return export._due(progress, newest, there, is_over=is_over)
+
+    assert due() == newest, "no checkpoint was kept"
+    elsewhere = checkpoints_of(tmp_path / "there", keep=9).save(best)
+    assert due() == elsewhere == there.with_name("step-000002")
+    here = checkpoints_of(tmp_path / "here", keep=9).save(best)
+    assert due() == here
+    assert due(progress=replace(progress, step=2)) == due(progress=helpers.progress_at(9)) == newest
+    export._when = "final"
+    assert (due(is_over=False), due()) == (None, here)
+
+
+def test_only_what_an_earlier_process_left_of_this_place_is_cleared(tmp_path: Path) -> None:
+    """A mark, or nothing in it yet, makes a directory ours; names and links of others are left alone."""
+    place, digits = tmp_path / "a.b", "0123abcd"
+    ours = [make_beside(place, "partial") for _ in range(2)]
+    mark(ours[0])
+    names = [".a.b.fsdp2kit-x.partial", f".a.b.fsdp2kit-{digits}.old", f".axb.fsdp2kit-{digits}.partial", "a.b"]
+    theirs = [tmp_path / name for name in [*names, f".a.b.fsdp2kit-{digits}.partial"]]
+    for path in theirs:
+        path.mkdir()
+    (theirs[-1] / "not marked").touch()
+    link = tmp_path / ".a.b.fsdp2kit-00000000.partial"
+    link.symlink_to(theirs[0])
+    clear_beside(place, "partial")
+    assert {*tmp_path.iterdir()} == {*theirs, link}
+    clear_beside(tmp_path / "missing" / "x", "partial")
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "expected"),
+    [
+        ("float16", [("bfloat16", "n")], ("float16", "as asked for")),
+        (None, [(None, "a"), ("bfloat16", "b"), ("float32", "c")], ("bfloat16", "b")),
+        (None, [("int8", "a"), ("float32", "b")], "'int8' is not a dtype for exports"),
+        ("float64", [("float32", "a")], "'float64' is not a dtype for exports"),
+    ],
+)
+def test_which_dtype_an_export_has(asked: str | None, named: list[tuple[str | None, str]], expected: Any) -> None:
+    if isinstance(expected, tuple):
+        chosen = choose_dtype(asked, named)
+        assert (chosen.name, chosen.reason) == expected
+        assert chosen.torch == getattr(torch, chosen.name)
+        return
+    with pytest.raises(UserError, match=expected):
+        choose_dtype(asked, named)
+
+
+def test_files_of_weights_are_filled_in_order_with_wider_dtypes_first() -> None:
+    """A tensor that is larger than a file has one of its own; the other file is exactly full."""
+    dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    tensors = {str(at): torch.empty(size) for at, size in enumerate((10, 10, 90, 20))}
+    entries = []
+    for (name, one), dtype in zip(tensors.items(), dtypes, strict=True):
+        meta = {name: torch.empty_like(one, dtype=dtype, device="meta")}
+        entries.append(WeightEntry(meta, meta))
+    files = into_files(entries, 100)
+    assert [[*file.forms] for file in files.values()] == [["2"], ["1", "0", "3"]]
+    plan = ExportPlan(Path(), ExportDtype("bfloat16", "x"), files)
+    assert plan.describe_dtype() == "bfloat16, x; 2 tensors stay in float32"
+    assert [*files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_an_adapter_is_merged_into_the_model_that_it_was_trained_on(tmp_path: Path) -> None:
+    """By the digest of its weights, wherever it is now; a checkpoint without a manifest does not tell."""
+    for seed, name in enumerate(("one", "other")):
+        helpers.tiny_llama(seed=seed).save_pretrained(tmp_path / name)
+    one, other = tmp_path / "one", tmp_path / "other"
+    named = tmp_path / "adapter_config.json"
+    manifest = SimpleNamespace(identity={"model.weights": f"pretrained {weights_digest(one)}"})
+
+    def find(base: Path | None, *, known: Any = manifest) -> Path:
+        source: Any = SimpleNamespace(config_dir=tmp_path, manifest=known)
+        return _find_base(source, None if base is None else str(base))
+
+    named.write_text("{}")
+    with pytest.raises(UserError, match="the adapter's config names no model"):
+        find(None)
+    assert find(one) == one
+    named.write_text(json.dumps({"base_model_name_or_path": str(other)}))
+    with pytest.raises(UserError, match=r"other holds other weights than the adapter was trained on"):
+        find(None)
+    assert find(one) == one
+    assert find(None, known=None) == other
+    assert find(None, known=SimpleNamespace(identity={})) == other
+
+
+def test_a_file_in_an_exports_place_is_refused(tmp_path: Path) -> None:
+    ExportDirectory(tmp_path / "hf").check_replaceable()
+    (tmp_path / "hf").write_text("mine")
+    with pytest.raises(UserError, match=r"hf: is not a directory; choose another directory, or move that away"):
+        ExportDirectory(tmp_path / "hf").check_replaceable()

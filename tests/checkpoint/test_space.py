@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2kit.checkpoint import space
 from fsdp2kit.checkpoint.space import check_room, storage_failure
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import TrainConfig, TrainingConfig
+from fsdp2kit.console import size_text
 from fsdp2kit.errors import StorageFailure, UserError
 from fsdp2kit.optim.build import build_optimizer
 from tests.checkpoint import helpers
@@ -141,3 +143,28 @@ def test_a_run_over_its_epochs_is_not_refused(tmp_path: Path, monkeypatch: pytes
         checkpoints.start()
     checkpoints.total_steps = 3
     assert checkpoints.start() == helpers.progress_at(3)
+
+
+def test_an_export_counts_on_its_own_disk(
+    tmp_path: Path, room: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the checkpoints, it needs room with them; elsewhere, on that disk alone."""
+    model = helpers.tiny_llama(hidden=256)
+    export = 2 * sum(parameter.numel() for parameter in model.parameters())
+    both = 2 * 6 * export  # one is kept, and one written: float32 weights and both moments of AdamW
+    options = {"every": 0, "keep": 1}
+    assert room(both + export + 10_000, **options) == []
+    [warning] = room(both + export - 10_000, **options)
+    assert f"and an export of {size_text(export)} may be written to " in warning
+    monkeypatch.setattr(space, "on_one_disk", lambda *_: False)
+    assert room(both + export - 10_000, **options) == []
+    monkeypatch.setattr(space, "free_bytes", lambda place: export - 1 if place == tmp_path else 10**12)
+    [warning] = room(0, **options)
+    assert warning.startswith(f"checkpoint.export_dir: the export takes {size_text(export)}, and {tmp_path} has ")
+    assert room(0, export_hf="never", **options) == []
+
+
+def test_a_disk_is_full_below_a_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, expected in ((2**20 - 1, True), (2**20, False), (None, False)):
+        monkeypatch.setattr(space, "free_bytes", lambda _, free=free: free)
+        assert space.is_full(tmp_path) is expected

@@ -50,3 +50,14 @@ def test_secrets_of_the_command_and_the_environment_are_blanked(
     assert "pw@" not in text
     assert "k1234567" not in text
     assert "Signature=***" in text
+
+
+def test_a_changed_file_is_told_and_a_new_one_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "x.py").write_text("a = 1\n")
+    for command in (["init", "-q"], ["add", "x.py"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    for name, modified in (("run.log", False), ("x.py", True)):
+        (tmp_path / name).write_text("a = 2\n")
+        assert describe_environment(world_size=1, mesh={})["git"]["modified"] is modified

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp2kit.console import heard_by, say
-from fsdp2kit.job.events import Events, changes, flat
+from fsdp2kit.job import status
+from fsdp2kit.job.events import Events, began, changes, flat
 
 logger = logging.getLogger("fsdp2kit.somewhere")
 
@@ -123,3 +124,44 @@ def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
 def test_changes_name_dotted_keys() -> None:
     before, now = flat({"a": {"b": 1, "c": [1]}, "d": 2}), flat({"a": {"b": 1, "c": [2]}, "e": 3})
     assert changes(before, now) == {"a.c": [[1], [2]], "e": [None, 3], "d": [2, None]}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"time": 5.5}\n{"time": 7}\n', 5.5),
+        (None, None),
+        ("", None),
+        ('{"ti', None),
+        ("[5]\n", None),
+        ('{"time": null}\n', None),
+        ('{"event": "start"}\n', None),
+    ],
+)
+def test_when_a_run_first_started(tmp_path: Path, text: str | None, expected: float | None) -> None:
+    if text is not None:
+        (tmp_path / "events.jsonl").write_text(text)
+    assert began(tmp_path) == expected
+
+
+def test_a_line_that_the_disk_cut_off_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, write = Events(is_kept=True), os.write
+    events.open_in(tmp_path, start=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp2kit.job.events.os.write", lambda file, line: write(file, line[:9]))
+        events.record("save", step=1)
+    for step in (2, 3):
+        events.record("save", step=step)
+    events.close()
+    _, *whole = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in whole] == [2, 3]
+
+
+def test_a_warning_names_the_step_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events(is_kept=True)
+    for step in (0, 4):
+        monkeypatch.setattr(status, "_now", status.Position(1, step))
+        events.hear("warning: look")
+    events.open_in(tmp_path, start=1)
+    events.close()
+    assert [one.get("step") for one in lines(tmp_path)] == [None, 4]

@@ -296,3 +296,43 @@ def test_a_large_file_is_told_by_its_end(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(300_000) + end)
     one, other = (hosts.look(str(tmp_path / name), math.inf).files for name in ("one", "other"))
     assert one != other
+
+
+def test_a_middle_file_is_told_by_its_size_and_some_by_their_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five files two are read; hidden ones and Python's caches are no part of a folder, others below it are."""
+    monkeypatch.setattr(hosts, "_FILES_READ", 2)
+    for name in ("a", "b", "sub/c", "sub/d", "sub/e", ".x", "__pycache__/y"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"12345")
+    found = hosts.look(str(tmp_path), math.inf).files
+    assert list(found) == ["a", "b", "sub/c", "sub/d", "sub/e"]
+    assert [len(one.split()) for one in found.values()] == [3, 2, 2, 3, 2]
+    assert hosts.look(str(tmp_path / "sub" / "*"), math.inf).files.keys() == {"c", "d", "e"}
+    assert hosts.look(str(tmp_path / "*" / "[ce]"), math.inf).files.keys() == {"c", "e"}
+    assert hosts.look(str(tmp_path), -math.inf) == hosts.Look(str(tmp_path), True)
+
+
+def facts(host: str, **files: str) -> hosts.HostFacts:
+    look = hosts.Look("/in", True, files)
+    return hosts.HostFacts(host, {"torch": "2"}, {"train.steps": "1"}, {"data.path": look}, {})
+
+
+@pytest.mark.parametrize(
+    ("main", "ours", "says"),
+    [
+        ({"x": "3 bytes", "y": "4 bytes"}, {"x": "3 bytes"}, "y is only on a"),
+        ({"x": "3 bytes"}, {"x": "3 bytes", "y": "4 bytes"}, "y is only on b"),
+        ({"x": "3 bytes"}, {"x": "4 bytes"}, "x has 3 bytes on a and 4 on b"),
+        ({"x": "3 bytes d1"}, {"x": "3 bytes d2"}, "x has other contents"),
+        ({}, {"x": "3 bytes"}, None),
+        ({"x": "3 bytes"}, {}, None),
+    ],
+)
+def test_how_an_input_differs(main: dict[str, str], ours: dict[str, str], says: str | None) -> None:
+    """What was not looked at on one of the hosts is not compared."""
+    if says is None:
+        return hosts._compare(facts("b", **ours), facts("a", **main))
+    with pytest.raises(UserError, match=rf"^data\.path: /in is not the same on a and on b: {says}; copy it"):
+        hosts._compare(facts("b", **ours), facts("a", **main))

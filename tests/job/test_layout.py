@@ -175,3 +175,7 @@ def test_the_drawing_has_every_rank_or_the_first_and_the_last(nodes: int, local:
 
 def test_a_single_rank_is_not_drawn() -> None:
     assert laid_out(("a",)).draw() == []
+
+
+def test_a_node_of_one_rank_has_a_number_and_no_range() -> None:
+    assert laid_out(("a", "b", "b", "c", "c", "c")).ranks() == {"a": "0", "b": "1-2", "c": "3-5"}

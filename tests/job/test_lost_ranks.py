@@ -447,3 +447,64 @@ def test_a_silent_host_is_lost_since_the_earliest_position_of_its_ranks() -> Non
     found = lost_ranks.Diagnosis(0, ["a", "b", "b"], 1.0, 0.01, lambda: reports).find("here", RuntimeError())
     assert found is not None
     assert "ranks 1 and 2 on b give no sign of life since the report from step 3;" in found
+
+
+NETWORK = "a collective failed, although no rank is silent or late: gloo"
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        (
+            {1: {"beat": 0}, 2: {"end": "ValueError: a bug"}, 3: {"end": "OSError"}},
+            "rank 2 on b failed in step 3: Valu",
+        ),
+        ({1: {"beat": 0, "end": "done"}, 2: {"beat": 0, "end": "lost another rank"}}, NETWORK),
+        (
+            {1: {"number": 8}, 3: {"number": 6}},
+            "rank 1 on a is still in step 3, and rank 3 on b is still in step 3, and",
+        ),
+        (
+            {2: {"number": 10}, 3: {"place": "x.py:3 in f"}},
+            "rank 3 on b is still in step 3, at x.py:3 in f, and has not",
+        ),
+        ({3: {"place": "moves"}}, NETWORK),
+        (
+            {1: {"beat": 0}, 2: {"beat": 0}},
+            "rank 1 on a gives no sign of life since the report from step 3, and rank 2",
+        ),
+    ],
+    ids=["failed", "ended", "late", "stuck", "moving", "silent"],
+)
+def test_who_is_to_blame(others: dict[int, dict[str, Any]], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks on two hosts at position 9; all others live and wait there too, but for these fields."""
+    monkeypatch.setattr(status, "_now", Position(9, 3, ""))
+    beats = itertools.count(1)
+
+    def report(rank: int, beat: int) -> RankReport:
+        fields = {"number": 9, "beat": beat, "place": "", "end": "", **others.get(rank, {})}
+        place = f"x.py:{beat} in f" if fields["place"] == "moves" else fields["place"]
+        return RankReport(Position(fields["number"], 3, ""), place, fields["beat"], fields["end"])
+
+    def read() -> list[RankReport]:
+        beat = next(beats)
+        return [report(rank, beat) for rank in range(4)]
+
+    found = lost_ranks.Diagnosis(0, "aabb", 1.0, 0.01, read).find("here", RuntimeError("gloo\nmore"))
+    assert found is not None
+    assert found.startswith(f"here: {says}")
+
+
+def test_of_many_silent_hosts_four_are_named_and_the_ranks_of_the_others_counted() -> None:
+    reports = [RankReport(Position(1, 1, ""))] * 13
+    found = lost_ranks.Diagnosis(0, "abbccddeeffgg", 1.0, 0.001, lambda: reports).find("here", RuntimeError())
+    assert found is not None
+    assert found.count("give no sign of life") == 4
+    assert ", and so on for 4 more ranks; see whether" in found
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(4, 1.0), (256, 1.0), (1024, 4.0)])
+def test_many_ranks_report_less_often(ranks: int, seconds: float, store: dist.TCPStore) -> None:
+    watch = Watch(store, rank=0, hosts=["a"] * ranks, minutes=1.0)
+    watch._over.set()
+    assert watch.period == seconds

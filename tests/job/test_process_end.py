@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from fsdp2kit.data.tables import start_workers
+from fsdp2kit.job import process
 from tests.support.models import full
 from tests.support.workers import FORKS, start_command
 
@@ -152,3 +153,14 @@ def test_workers_end_with_a_rank_that_is_killed(method: str) -> None:
     while any(map(_is_running, workers)):
         assert time.monotonic() < deadline, "a worker outlives its rank"
         time.sleep(0.05)
+
+
+def test_a_second_run_of_a_process_counts_from_its_own_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_has_begun", False)
+    monkeypatch.setattr(process, "_counts_from", None)
+    alive = process.seconds_alive()
+    assert alive > 0.5, "torch alone takes longer to be imported"
+    process.begin_job()
+    assert process.seconds_alive() >= alive
+    process.begin_job()
+    assert process.seconds_alive() < alive

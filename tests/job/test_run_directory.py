@@ -191,3 +191,15 @@ def test_a_reader_that_was_suspended_is_not_waited_for(tmp_path: Path, monkeypat
     with lock_run_dir(tmp_path):
         assert reader.poll() is None
     reader.communicate("\n")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"start": null}', '{"world_size": 2}', '{"start": Infinity}'])
+def test_a_record_that_tells_no_start_is_that_of_none(tmp_path: Path, text: str) -> None:
+    assert begin_start(tmp_path) == 1
+    (tmp_path / "environment.json").write_text(text)
+    assert begin_start(tmp_path) == 1
+
+
+def test_what_is_about_one_start_alone_is_no_change_of_the_config() -> None:
+    text = '[run]\ndir = "a"\nresume = "auto"\nseed = 3\n[train]\nsteps = 5\n'
+    assert run_directory.flat_config(text) == {"run.seed": 3, "train.steps": 5}

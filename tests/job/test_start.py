@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError
-from fsdp2kit.job import distributed
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.job import distributed, start, status
 from fsdp2kit.job.distributed import agreement
+from fsdp2kit.job.events import Events
 from fsdp2kit.job.run_directory import lock_run_dir
 from fsdp2kit.job.start import start_job
 from fsdp2kit.job.stop import Stopped
@@ -77,3 +81,82 @@ RANKS_LEAVE = {
 def test_ranks_leave_with_the_worst_that_any_has(case: str, pool: WorkerPool) -> None:
     errors, expected = RANKS_LEAVE[case]
     assert pool.run(2, outcome, errors) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "expected"),
+    [
+        (UserError("x", "is wrong", "mend it"), 0, [{"event": "refusal", "text": "x: is wrong; mend it"}]),
+        (UserError("x", "is wrong", "mend it"), 3, [{"event": "failure", "text": "x: is wrong; mend it"}]),
+        (RunFailure("no space\nmore"), 3, [{"event": "failure", "text": "no space"}]),
+        (KeyboardInterrupt(), 0, [{"event": "failure", "text": "KeyboardInterrupt"}]),
+        (ValueError("a bug"), 0, [{"event": "failure", "text": "ValueError: a bug"}]),
+        (
+            RuntimeError("gloo/transport"),
+            3,
+            [{"event": "failure", "text": "RuntimeError: gloo/transport", "lost": True}],
+        ),
+        (Stopped("SIGTERM"), 0, [{"event": "stop", "reason": None}, {"event": "end", "outcome": "stopped"}]),
+        (None, 3, [{"event": "end", "outcome": "done"}]),
+    ],
+    ids=str,
+)
+def test_how_a_start_ended_is_recorded(
+    error: BaseException | None, step: int, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_now", status.Position(1, step))
+    events = Events(is_kept=True)
+    events.open_in(tmp_path, start=1)
+    with contextlib.suppress(BaseException), start._recording(events):
+        if error is not None:
+            raise error
+    found = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [{key: one[key] for key in one if key not in ("time", "start")} for one in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, 0, 1)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, (5, 8, 1, 4)),
+        ({"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}, (7, 8, 7, 8)),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK: '8' is not one of the 8 ranks"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "4"}, "LOCAL_RANK: '4' is not one of the 4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: '0' is not a number of processes"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK: '-1' is not one of the 2 ranks"),
+    ],
+)
+def test_the_environment_names_a_possible_rank(
+    variables: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert distributed.ranks_from_environment() == expected
+        assert distributed.is_main_process() is (expected[0] == 0)
+        return
+    with pytest.raises(UserError, match=f"environment variable {expected}"):
+        distributed.ranks_from_environment()
+    assert distributed.is_main_process(), "a process that cannot tell says what is wrong"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "soft", "hard", "expected"),
+    [
+        (8, 1024, 4096, None),
+        (256, 1024, 4096, (2048, 4096)),
+        (1024, 1024, 4096, (4096, 4096)),
+        (1024, 1024, resource.RLIM_INFINITY, (6656, resource.RLIM_INFINITY)),
+        (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_many_ranks_may_open_more_files(
+    ranks: int, soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: found.append(limits))
+    distributed.allow_connections(ranks)
+    assert found == ([] if expected is None else [expected])

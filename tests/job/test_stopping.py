@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -347,3 +348,102 @@ def test_a_request_to_a_server_is_broken_off() -> None:
                 pass
         with pytest.raises(Stopped):
             server._post("v1/completions", is_long=True)
+
+
+def test_the_time_limit_of_an_inner_block_ends_with_it() -> None:
+    with stop.listening(max_minutes=60) as outer:
+        with stop.listening(max_minutes=-1) as inner:
+            assert inner.reason == "run.max_minutes"
+            inner.lift_time_limit()
+            assert not inner.requested
+        with stop.listening(max_minutes=-1):
+            pass
+        assert outer.reason is None
+
+
+def test_a_request_to_another_rank_is_this_ranks_too_and_does_not_replace_its_own() -> None:
+    for own, expected in ((None, "SIGTERM on rank 3"), ("SIGUSR1", "SIGUSR1")):
+        called: list[str] = []
+        with stop.listening() as request:
+            request.received = own
+            stop.hear_of("SIGTERM on rank 3")
+            assert (request.reason, request.is_told) == (expected, own is None)
+            stop.when_asked(partial(called.append, "at once"))
+        assert called[0] == "at once"
+
+
+@pytest.mark.parametrize(
+    ("is_gone", "received", "minutes", "ends_process", "expected"),
+    [
+        (True, "SIGTERM", -1, False, "SIGTERM"),
+        (True, None, -1, False, "torchrun has ended"),
+        (True, None, 60, True, None),
+        (True, None, -1, True, "run.max_minutes"),
+        (False, None, None, False, None),
+    ],
+)
+def test_which_of_several_reasons_is_named(
+    is_gone: bool, received: str | None, minutes: float | None, ends_process: bool, expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stop, "launcher_is_gone", lambda: is_gone)
+    with stop.listening(max_minutes=minutes, start=UnsavedStart(ends_process=ends_process)) as request:
+        request.received = received
+        assert request.reason == expected
+        request.received = None
+
+
+def test_a_start_ends_the_process_until_it_has_something_to_save() -> None:
+    start = UnsavedStart(ends_process=True)
+    assert start.agree_to_end()
+    start.go_on()
+    trains, never = UnsavedStart(ends_process=True), UnsavedStart()
+    trains.begin_to_change()
+    assert not trains.agree_to_end()
+    assert not never.agree_to_end()
+
+
+@pytest.mark.parametrize(("value", "is_first"), [(None, True), ("0", True), ("", True), ("1", False), ("10", False)])
+def test_the_first_rank_of_a_host_speaks_for_it(
+    value: str | None, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LOCAL_RANK", value)
+    assert stop.is_first_local_rank() is is_first
+
+
+def test_a_last_word_is_called_within_its_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(os, "_exit", lambda code: said.append(f"exit {code}"))
+
+    def fail() -> None:
+        raise ValueError
+
+    with stop.last_word(fail), stop.last_word(lambda: said.append("word")):
+        stop.leave()
+    stop.leave()
+    assert said == ["word", "exit 0", "exit 0"]
+
+
+def test_a_launcher_passes_signals_on_and_kills_after_a_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come before the ranks are there wait for them; a rank that has ended gets none."""
+    now, sent = 100.0, []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 7:
+            raise ProcessLookupError
+        sent.append((pid, signal.Signals(number).name))
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(launcher.os, "kill", kill)
+    monkeypatch.setattr(launcher.signal, "signal", lambda number, handler: None)
+    signals: Any = launcher._Signals()
+    signals._send(signal.SIGUSR1, None)
+    signals.go_to(SimpleNamespace(pids=lambda: {0: 7, 1: 8}))
+    for seconds in (0.0, 11.0, 9.9, 0.1):
+        now += seconds
+        signals.end_if_interrupted()
+        if seconds in (0.0, 11.0):
+            signals._send(signal.SIGINT, None)
+    assert sent == [(8, name) for name in ("SIGUSR1", "SIGINT", "SIGINT", "SIGKILL")]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -55,3 +58,73 @@ def test_nobody_waits_long_in_a_collective(pool: WorkerPool) -> None:
     assert len(passed) == 1
     assert min(passed) > 4
     assert [outcome for outcome, _, _ in pool.run(2, waits, True)] == ["work: failed; mend it"] * 2
+
+
+def _frames(*files: str) -> Any:
+    """A thread's frames, the innermost first, of functions in these files."""
+    outer: Any = None
+    for line, file in reversed([*enumerate(files, start=1)]):
+        outer = SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="f"), f_lineno=line, f_back=outer)
+    return outer
+
+
+TORCH = "/x/site-packages/torch"
+DISTRIBUTED, OPS = f"{TORCH}/distributed/distributed_c10d.py", f"{TORCH}/_ops.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        ([DISTRIBUTED], True),
+        ([f"{TORCH}/distributed/fsdp/_param.py"], False),
+        ([f"{TORCH}/distributed/tensor/_api.py"], False),
+        ([OPS, "/mine.py", DISTRIBUTED], True),
+        ([OPS, "/mine.py", "/mine.py", DISTRIBUTED], False),
+        (["/mine.py", DISTRIBUTED], False),
+        ([], False),
+    ],
+)
+def test_what_is_waiting_in_a_collective(files: list[str], waits: bool) -> None:
+    assert status.is_waiting(_frames(*files)) is waits
+
+
+def test_waiting_for_the_device_ends_with_the_next_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_now", status.Position(4, 2, "", "backward"))
+    status.enter_device_wait()
+    assert status.is_waiting(None)
+    status.enter("optimizer")
+    assert not status.is_waiting(None)
+    assert str(status.position()) == "step 2, optimizer"
+    status.begin("evaluating")
+    assert str(status.position()) == "step 2, evaluating"
+    status.begin_run()
+    assert (str(status.position()), status.position().number) == ("starting", 8)
+
+
+def test_the_place_of_work_is_the_users_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ours, which may be installed among the libraries."""
+    monkeypatch.setattr(status, "_PACKAGE", "/x/site-packages/fsdp2kit")
+    library, own = f"{TORCH}/nn/module.py", "/home/me/recipes/mine.py"
+    assert status.place_of(_frames(library, own, "/home/me/other.py")) == "recipes/mine.py:2 in f"
+    assert status.place_of(_frames(library, "<frozen runpy>")) == "nn/module.py:1 in f"
+    assert status.place_of(_frames(library, "/x/site-packages/fsdp2kit/job/mesh.py", own)) == "job/mesh.py:2 in f"
+    assert status.place_of(None) == ""
+
+
+def _order(folder: Path) -> tuple[list[str], str]:
+    """In which order the ranks of a machine do their work, and in which phase they are after it."""
+
+    def work() -> list[str]:
+        time.sleep(0.1 if os.environ["LOCAL_RANK"] == "0" else 0)
+        (folder / os.environ["LOCAL_RANK"]).touch()
+        return sorted(path.name for path in folder.iterdir())
+
+    status.enter("reading data")
+    return one_per_machine_first(work), status.position().phase
+
+
+def test_the_first_rank_of_a_machine_is_done_before_the_others_begin(pool: WorkerPool, tmp_path: Path) -> None:
+    first, *others = pool.run(3, _order, tmp_path)
+    assert first == (["0"], "reading data")
+    assert all("0" in found and phase == "reading data" for found, phase in others)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
-from fsdp2kit.config.sections.moe import AnyMoE
+from fsdp2kit.config.sections.moe import AnyMoE, RouterBiasConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job import distributed
@@ -40,9 +41,9 @@ from fsdp2kit.parity.reference import (
     load_plain,
     worst_relative,
 )
-from fsdp2kit.train.balance import build_balance, load_figures
+from fsdp2kit.train.balance import Balance, build_balance, load_figures
 from fsdp2kit.train.metrics import Metrics
-from fsdp2kit.train.micro_batch import items_of_rows
+from fsdp2kit.train.micro_batch import items_of, items_of_rows, lengths_of_rows, packs_of
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.weights.modules import cast_model
@@ -451,3 +452,32 @@ def test_the_loss_of_a_rollouts_pack_is_refused() -> None:
     config = RLConfig.model_validate(values)
     with pytest.raises(UserError, match=r"'aux' with rollouts.*'bias'"):
         config.moe.check(config, MeshSizes(1, 1, 1))
+
+
+def test_what_a_recipes_own_micro_batch_does_not_say() -> None:
+    labels = torch.tensor([[3, 4, IGNORE], [IGNORE, IGNORE, 5]])
+    micro: Any = SimpleNamespace(labels=labels, supervised_tokens=3, per_target={})
+    assert (items_of(micro), packs_of(micro)) == (3, [])
+    assert lengths_of_rows(micro).tolist() == [3, 3]
+    assert items_of_rows(micro).tolist() == [2, 1]
+    micro.num_items, micro.rows, micro.lengths = 1, (4, 2), torch.tensor([2, 3])
+    assert (items_of(micro), packs_of(micro), lengths_of_rows(micro).tolist()) == (1, [4, 2], [2, 3])
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_biases_move_towards_the_mean_load_of_their_own_layer(moves: bool) -> None:
+    """Counts of two layers with two and three experts, of two micro-batches; the mean of the second is no integer."""
+    balance: Any = object.__new__(Balance)
+    biases = {"a": torch.zeros(2), "b": torch.ones(3)}
+    section = RouterBiasConfig(balance="bias", bias_update_rate=0.25)
+    experts = SimpleNamespace(experts=dict.fromkeys(biases))
+    vars(balance).update(_section=section, _hooks=experts, _sizes=[2, 3], _biases=biases, _weight=None, _counts=None)
+    balance._mesh = SimpleNamespace(sum_loss=lambda counts: counts.mul_(1))
+    for counts in ({"a": [[1, 0], [1, 2]], "b": [[0, 1, 3]]}, {"a": [[0, 0]], "b": [[1, 0, 2]]}):
+        rows: Any = SimpleNamespace(routed=SimpleNamespace(counts={at: torch.tensor(n) for at, n in counts.items()}))
+        assert balance.add_loss(torch.tensor(1.0), {}, rows) == (torch.tensor(1.0), {})
+    balance.end_step(moves=moves)
+    assert biases["a"].tolist() == [0, 0]
+    assert biases["b"].tolist() == ([1.25, 1.25, 0.75] if moves else [1, 1, 1])
+    assert balance.figures({})["moe/load_max"] == pytest.approx(5 / (7 / 3))
+    assert balance.figures({}) == {}, "an evaluation alone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -20,13 +21,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig
+from fsdp2kit.config.schema import CheckpointConfig, EvalConfig, FSDPConfig, MeshConfig, TrainConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.job import distributed
 from fsdp2kit.job.mesh import build_mesh
 from fsdp2kit.job.process import seconds_alive
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.job.stop import listening
+from fsdp2kit.job.stop import Stopped, listening
 from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.parity.reference import (
     IGNORE,
@@ -37,10 +38,20 @@ from fsdp2kit.parity.reference import (
     plain_logits,
     plain_loop,
 )
-from fsdp2kit.train import saving
+from fsdp2kit.train import evaluation, loop, notices, saving
+from fsdp2kit.train.evaluating import Evaluations
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import stream_seed
-from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, is_due, next_batch
+from fsdp2kit.train.run import Run
+from fsdp2kit.train.step import (
+    accumulate_gradients,
+    clip_gradients,
+    cross_entropy,
+    gradient_norm,
+    is_due,
+    next_batch,
+    step_figures,
+)
 from tests.support.cases import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.support.models import VOCABULARY, beyond, full, make_batches, slow, tiny_model, tiny_model_dir
 from tests.support.traffic import count_traffic
@@ -542,3 +553,236 @@ def test_random_streams_differ_by_seed_step_and_rank_alone() -> None:
 def test_due() -> None:
     assert [step for step in range(1, 8) if is_due(3, step)] == [3, 6]
     assert not any(is_due(every, step) for every in (0, "30m") for step in range(8))
+
+
+@pytest.mark.parametrize(
+    ("every", "is_there", "last", "expected"),
+    [(3, True, 7, [3, 6, 7]), (3, True, 6, [3, 6]), (0, True, 7, []), (3, False, 7, []), (9, True, 2, [2])],
+)
+def test_when_a_run_is_evaluated(every: int, is_there: bool, last: int, expected: list[int]) -> None:
+    evaluate, section, nothing = (Evaluates([1.0]) if is_there else None), EvalConfig(every=every), cast(Any, None)
+    evaluations = Evaluations(evaluate, section, metrics=nothing, last_step=last)
+    assert [step for step in range(1, last + 1) if evaluations.is_due(step)] == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [({}, False), ({"keep_best": True}, True), ({"patience": 2}, True), ({"patience": 2, "keep_best": False}, False)],
+)
+def test_the_best_step_is_kept_where_the_section_says(section: dict[str, Any], expected: bool) -> None:
+    evaluations = Evaluations(None, EvalConfig(**section), metrics=cast(Any, None), last_step=9)
+    assert evaluations.found_best(Progress(step=4, best_step=4)) is expected
+    assert not evaluations.found_best(Progress(step=5, best_step=4))
+
+
+def test_a_change_of_what_is_measured_begins_the_comparison_anew() -> None:
+    said: list[str] = []
+    metrics: Any = SimpleNamespace(message=said.append)
+    before = Progress(step=8, best_step=6, best_eval_loss=1.5, best_by={"rows": "a", "eval.steps": "3"})
+    for measured_by, best in (({"eval.steps": "3", "rows": "a"}, 6), ({"eval.steps": "4", "rows": "a"}, None)):
+        evaluate = Evaluates([], measured_by=measured_by)
+        assert Evaluations(evaluate, EvalConfig(), metrics=metrics, last_step=9).begin(before).best_step == best
+    why = "eval.steps changed since step 6 was the best"
+    assert said == [f"evaluations are compared anew from step 8 on: {why}"]
+
+
+class _Sets(nn.Linear):
+    """A model that is evaluated on sets, of which each batch has these sums of loss and metrics."""
+
+    config = None
+
+
+def _evaluation(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], *, steps: int | None, named: bool) -> Any:
+    """An evaluation of sets with so many batches; a batch has 2 targets, 4 items, a loss of its index and a metric."""
+
+    def next_batch(batches: Any, index: int, **_: Any) -> Any:
+        return SimpleNamespace(stop=False, supervised_tokens=2, num_items=4, micro_batches=[{"at": float(index)}])
+
+    def objective(model: Any, inputs: Any) -> Any:
+        return torch.tensor(inputs["at"]), None, {"hits": torch.tensor(8.0)}
+
+    model: Any = _Sets(1, 1)
+    model.loss_sum = lambda at: torch.tensor(at)
+    mesh: Any = SimpleNamespace(sum_loss=lambda total: total)
+    monkeypatch.setattr(evaluation, "next_batch", next_batch)
+    monkeypatch.setattr(evaluation, "build_slice_batch", lambda *_, **__: dict)
+    sets: Any = {name: SimpleNamespace(steps_per_epoch=count) for name, count in sizes.items()}
+    plan, own = cast(Any, SimpleNamespace(attention=None)), objective if named else None
+    return evaluation.Evaluation(EvalConfig(steps=steps), model, sets, [], plan, mesh, None, own)
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(None, (5, 2)), (3, (3, 2)), (5, (5, 2)), (9, (5, 2)), (1, (1, 1))])
+def test_held_out_sets_weigh_by_their_targets(
+    steps: int | None, batches: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _evaluation(monkeypatch, {"a": 5, "b": 2}, steps=steps, named=False)()
+    sums = [sum(range(count)) for count in batches]
+    losses = {"": sum(sums) / sum(batches) / 2, "/a": sums[0] / batches[0] / 2, "/b": sums[1] / batches[1] / 2}
+    expected = {f"eval_loss{name}": loss for name, loss in losses.items()}
+    assert found == pytest.approx(expected | {f"eval_perplexity{at}": math.exp(loss) for at, loss in losses.items()})
+
+
+def test_an_objectives_held_out_figures_are_means_over_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = _evaluation(monkeypatch, {"": 5, "b": 3}, steps=None, named=True)
+    assert built() == {"eval_loss": 13 / 32, "eval_hits": 2.0, "eval_loss/b": 3 / 12, "eval_hits/b": 2.0}
+    assert (built.model.training, built.shown) == (True, ["hits"])
+
+
+def test_the_loss_of_a_source_is_by_its_own_tokens() -> None:
+    """Items need not be targets; a source without tokens in the batch has no loss."""
+    batch: Any = SimpleNamespace(num_items=4, tokens_by_source={"a": 10, "none": 0, "b": 2})
+    mesh: Any = SimpleNamespace(sum_loss=lambda sums: sums)
+    local = torch.tensor([6.0, 5.0, 0.0, 1.0, 7.0])
+    found = step_figures(local, torch.tensor(3.0), 0.5, batch, names=["hits"], mesh=mesh)
+    assert found == {"loss": 6.0, "grad_norm": 3.0, "lr": 0.5, "hits": 7.0, "loss/a": 5.0 * 4 / 10, "loss/b": 2.0}
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 100.0])
+def test_gradients_are_clipped_as_torch_clips_them(max_norm: float) -> None:
+    torch.manual_seed(0)
+    model, reference = (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(2))
+    model[2].bias.requires_grad_(False)
+    reference[2].bias.requires_grad_(False)
+    reference.load_state_dict(model.state_dict())
+    for one in (model, reference):
+        one(torch.arange(6.0).view(2, 3)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm or math.inf)
+    torch.testing.assert_close(clip_gradients(model, max_norm=max_norm), expected)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert gradient_norm(nn.Linear(2, 2)) == 0
+
+
+def test_a_save_that_is_there_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that a run resumed from counts as saved, and the clock begins with it."""
+    now, saved = 0.0, Saves()
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now))
+    batches: Any = SimpleNamespace(state=lambda index: None)
+    metrics: Any = SimpleNamespace(wandb_id=None, throughput=SimpleNamespace(restart=lambda: None))
+    section = CheckpointConfig(every="1m")
+    saves = saving.Saves(saved, section, batches, metrics=metrics, step=3)
+    for step, seconds in ((3, 59.0), (4, 60.0), (4, 61.0), (5, 120.0)):
+        now = seconds
+        due = saves.is_time()
+        assert due is (seconds in (60.0, 120.0))
+        saves.save_unless_saved(Progress(step=step), is_over=False)
+    assert saved.steps == [4, 5]
+    never = saving.Saves(saved, CheckpointConfig(every=2), batches, metrics=metrics, step=3)
+    assert not never.is_time()
+
+
+@pytest.mark.parametrize(("total", "configured", "last"), [(0, 5, 0), (7, 5, 7), (None, 5, 5), (None, 0, 0)])
+def test_the_data_decide_about_the_last_step_where_they_know_it(total: int | None, configured: int, last: int) -> None:
+    config: Any = SimpleNamespace(train=SimpleNamespace(steps=configured), eval=SimpleNamespace(patience=None))
+    nothing: Any = None
+    run = Run(config, nothing, nothing, nothing, Progress(step=5), total_steps=total)
+    assert (run.last_step, run.is_over) == (last, last <= 5)
+    config.train.steps = None
+    run.total_steps = None
+    with pytest.raises(ValueError, match="give total_steps"):
+        _ = run.last_step
+
+
+@pytest.mark.parametrize(
+    ("progress", "last", "is_done", "says"),
+    [
+        (
+            Progress(step=8, tokens_total=12345),
+            8,
+            True,
+            "done: step 8 of 8 (epoch 2.00), 12,345 supervised tokens, in ",
+        ),
+        (
+            Progress(step=3),
+            8,
+            False,
+            "stopped, and goes on when it is started again: step 3 of 8 (epoch 0.75), 0 supe",
+        ),
+        (Progress(), 8, False, "stopped, and begins anew when it is started again: step 0 of 8 (epoch 0.00), 0 super"),
+        (Progress(), 0, True, "done: nothing to train, in "),
+    ],
+)
+def test_the_last_lines_say_what_was_done(progress: Progress, last: int, is_done: bool, says: str) -> None:
+    config: Any = SimpleNamespace(run=SimpleNamespace(dir="runs/x"))
+    run: Any = SimpleNamespace(config=config, progress=progress, last_step=last, memory=None)
+    batches: Any = SimpleNamespace(steps_per_epoch=4)
+    first, second = notices.describe_end(run, batches, Saves(), is_done=is_done, maximizes=None)
+    assert first.startswith(says)
+    assert second == "metrics: runs/x/metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "says"),
+    [
+        ([None, "SIGTERM"], "SIGTERM on rank 1"),
+        ([None, None, "SIGTERM on rank 3", "SIGTERM"], "SIGTERM on rank 3"),
+        (["run.max_minutes", None], "run.max_minutes"),
+        ([None, None], "by the recipe"),
+    ],
+)
+def test_who_was_asked_to_stop_is_told(reasons: list[str | None], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    events = SimpleNamespace(record=lambda kind, **fields: said.append((kind, fields)))
+    metrics = SimpleNamespace(message=said.append, events=events)
+    run, asked = cast(Any, SimpleNamespace(metrics=metrics, progress=Progress(step=2))), SimpleNamespace()
+    asked.reason = reasons[0]
+    monkeypatch.setattr(notices, "gather_objects", lambda _: reasons)
+    notices.tell_stop(run, cast(Any, asked))
+    assert said == [f"asked to stop ({says}) after step 2", ("stop", {"step": 2, "reason": says})]
+
+
+@pytest.mark.parametrize(("norm", "made"), [(1.0, True), (math.inf, False), (math.nan, False)])
+def test_a_step_waits_for_a_save_that_copies_what_it_changes(
+    norm: float, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that changes no parameter need not, but all else goes on with it."""
+    done: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_, **__: done.append(name)
+
+    monkeypatch.setattr(loop, "accumulate_gradients", lambda *_, **__: torch.tensor(2.0))
+    monkeypatch.setattr(loop, "clip_gradients", lambda *_, **__: torch.tensor(norm))
+    memory = SimpleNamespace(end=lambda phase: None)
+    section = SimpleNamespace(max_grad_norm=1.0, on_nonfinite="skip")
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(train=section, fsdp=None),
+        metrics=SimpleNamespace(throughput=SimpleNamespace(memory=memory)),
+        mesh=SimpleNamespace(sum_loss=lambda loss: loss),
+        checkpoints=SimpleNamespace(wait_until_staged=note("copied")),
+    )
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.5}], step=note("step"), zero_grad=note("zeroed"))
+    batch: Any = SimpleNamespace(num_items=1, tokens_by_source={})
+    balance: Any = SimpleNamespace(end_step=lambda *, moves: done.append(f"moves {moves}"))
+    schedule: Any = SimpleNamespace(step=note("schedule"))
+    options: Any = {"objective": None, "names": SimpleNamespace(names=()), "shard": None, "balance": balance}
+    loop.train_step(run, nn.Linear(1, 1), optimizer, schedule, batch, **options)
+    assert done == [*(["copied", "step"] if made else []), f"moves {made}", "schedule", "zeroed"]
+
+
+@pytest.mark.parametrize("where", ["evaluation", "answers", "nowhere"])
+@pytest.mark.parametrize("is_completed", [True, False])
+def test_an_evaluation_that_is_left_is_logged_by_the_next_start(where: str, is_completed: bool) -> None:
+    """The record is completed once, with what this start alone knows; answers that are left are not written."""
+
+    def leave(here: str) -> None:
+        if where == here:
+            raise Stopped("SIGTERM")
+
+    logged: list[Any] = []
+    metrics: Any = SimpleNamespace(
+        completed=lambda record: {**record, "gap": 1.0},
+        log=lambda record, *, is_completed: logged.append((record, is_completed)),
+        log_samples=lambda step, answers: logged.append(answers),
+        throughput=SimpleNamespace(restart=lambda: None),
+    )
+    evaluate = Evaluates([2.5], lambda: leave("evaluation"))
+    evaluate.answers = lambda: leave("answers") or ["yes"]  # type: ignore[method-assign]
+    evaluations = Evaluations(evaluate, EvalConfig(), metrics=metrics, last_step=4)
+    progress = evaluations.evaluate_and_log(Progress(step=4), {"step": 4}, is_completed=is_completed)
+    if where == "evaluation":
+        assert progress == Progress(step=4, unevaluated={"step": 4} if is_completed else {"step": 4, "gap": 1.0})
+        assert (logged, progress.is_over(4, patience=None)) == ([], False)
+        return
+    assert (progress.unevaluated, progress.best_eval_loss) == (None, 2.5)
+    assert logged == [({"step": 4, "eval_loss": 2.5}, is_completed), *([["yes"]] if where == "nowhere" else [])]

@@ -312,3 +312,29 @@ def test_a_record_that_was_completed_before_is_not_completed_again(tmp_path: Pat
     metrics.log({**completed, "eval_loss": 2.0}, is_completed=True)
     [record] = read(tmp_path / "metrics.jsonl")
     assert (record["gap"], record["eval_loss"]) == (1.0, 2.0)
+
+
+def test_the_rest_of_a_run_is_estimated_without_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a resume, too: the first record is of step 11. A run of a recipe's own may go on past its steps."""
+    now = 1000.0
+    monkeypatch.setattr("fsdp2kit.train.metrics.time", SimpleNamespace(monotonic=lambda: now))
+    console = Console(20)
+    assert console._seconds_left({"step": 11, "step_seconds": 2.0}) == 18.0
+    now += 12.0
+    assert console._seconds_left({"step": 14, "step_seconds": 2.0}) == 24.0
+    assert console._seconds_left({"step": 23, "step_seconds": 2.0}) == 0.0
+    assert Console(20)._seconds_left({"step": 11}) is None
+
+
+def test_what_sources_add_is_written_and_shown_but_for_groups(tmp_path: Path) -> None:
+    shown: list[list[str]] = []
+    console: Any = SimpleNamespace(log=lambda record, also: shown.append(also))
+    metrics = Metrics(NO_THROUGHPUT, console=console, path=tmp_path / "metrics.jsonl")
+    metrics.shown = ["reward"]
+    metrics.sources += [lambda record: {"gap": record["loss"] + 1, "moe/load": 2.0}, lambda _: {"loss": 9.0}]
+    metrics.log({"step": 1, "loss": torch.tensor(0.5)})
+    [record] = read(tmp_path / "metrics.jsonl")
+    assert {key: record[key] for key in ("step", "loss", "gap", "moe/load")} == {
+        "step": 1, "loss": 9.0, "gap": 1.5, "moe/load": 2.0,
+    }  # fmt: skip
+    assert shown == [["gap", "reward"]]

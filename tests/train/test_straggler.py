@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.parity.engine import RankBatches
 from fsdp2kit.train.step import cross_entropy
-from fsdp2kit.train.throughput import find_straggler
+from fsdp2kit.train.throughput import Throughput, find_straggler
 from tests.support.cases import Case, Recorder, build, run_loop
 from tests.support.models import make_batches, tiny_model_dir
 from tests.support.workers import WorkerPool
@@ -86,3 +92,48 @@ def test_the_ratio_is_to_the_median_of_the_others() -> None:
         }
     )
     assert find_straggler(ranks[:1]) == find_straggler([*ranks, (10.0, 1.0, 79, 0)]) == {}
+
+
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Throughput]:
+    """Counts on the first of two ranks. A second passes whenever it looks at its clock; the other rank works more."""
+    seconds = itertools.count()
+
+    def gather(mine: list[float]) -> list[list[float]]:
+        assert len(mine) == 9
+        return [mine, [2 * mine[0], mine[1] + 1.5, *mine[2:-1], 0.0]]
+
+    monkeypatch.setattr("fsdp2kit.train.throughput.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr("fsdp2kit.train.throughput.gather_numbers", gather)
+    monkeypatch.setattr("fsdp2kit.train.throughput.status", SimpleNamespace(take_looks=lambda: (50, 25)))
+    return partial(Throughput, ModelFlops(3, 2), device=torch.device("cpu"), world_size=2)
+
+
+def test_looks_are_gathered_until_there_are_enough(throughput: Callable[..., Throughput]) -> None:
+    counts, found = throughput(), []
+    for _ in range(4):
+        counts.add(10, 5, 7, 0.5)
+        found.append(counts.record())
+    assert ["slowest_rank" in record for record in found] == [False, True, False, True]
+    assert (found[1]["slowest_rank"], found[1]["straggler_ratio"]) == (1, 2.0)
+    assert found[1] == found[3] | {"memory_gib": found[1]["memory_gib"]}
+
+
+def test_a_record_is_of_the_steps_since_the_last_and_the_first_tells_of_the_start(
+    throughput: Callable[..., Throughput],
+) -> None:
+    counts = throughput(start=3)
+    counts.add(1000, 1000, 1000, 9.0)
+    counts.restart()  # as after an evaluation
+    for tokens in (10, 30):
+        counts.add(tokens, tokens // 2, 7, 0.5)
+    counts.first_step()
+    first = counts.record()
+    assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (40.0, 20.0)
+    assert (first["step_seconds"], first["data_seconds"]) == (0.5, 1.25)
+    assert first["tflops_per_device"] * 1e12 == pytest.approx((6 * 3 * 40 + 3 * 2 * 14 / 2) / 2)
+    assert (first["start"], first["seconds_to_first_step"] > 0) == (3, True)
+    counts.add(10, 5, 7, 0.5)
+    second = counts.record()
+    assert second["tokens_per_second"] == 10.0
+    assert not {"start", "seconds_to_first_step"} & second.keys()

@@ -15,7 +15,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job.progress import Progress
-from fsdp2kit.train.trackers import Guarded, start_trackers
+from fsdp2kit.train.trackers import Guarded, Mlflow, start_trackers
 from tests.train.helpers import build
 
 VALUES = {"recipe": "none", "model": {"config": {"model_type": "llama"}, "weights": "random"}, "train": {"steps": 1}}
@@ -216,3 +216,22 @@ def test_without_keys_there_is_only_wandb(tmp_path: Path) -> None:
     trackers, wandb_id = start_trackers(config, run_dir=tmp_path, progress=Progress(wandb_id="x1"), message=print)
     assert (len(trackers), wandb_id) == (1, "x1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mlflow_keeps_what_was_logged_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run repeats steps up to the last that the server has; names and missing values are as it allows."""
+    sent: list[Any] = []
+    entities = SimpleNamespace(Metric=lambda name, value, now, step: (name, value, step))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracker: Any = object.__new__(Mlflow)
+    tracker._client = SimpleNamespace(log_batch="metrics", log_text="text")
+    tracker._id, tracker._last, tracker._send = "run", 3, sent.append
+    monkeypatch.setattr("fsdp2kit.train.trackers.partial", lambda *args, **named: (*args, *named.values()))
+    for step in (3, 4):
+        tracker.log({**record(step), "name": "text"})
+        tracker.log_samples(step, SAMPLES)
+    metrics = [("loss", 0.75, 4), ("loss/a_ b", 0.5, 4), ("tokens", 40.0, 4)]
+    assert sent == [
+        ("metrics", "run", metrics),
+        ("text", "run", "**Wet?**\n\nYes, and rain.", "samples/step-000004.md"),
+    ]
