@@ -132,8 +132,8 @@ def test_our_own_templates_render_as_in_transformers(path: Path) -> None:
         ("*", 6, (1, 2), False),
         ("*", 600, 700, True),
         ("*", 1.5, 2, True),
-        ("**", 2, 5, True),
-        ("**", 2, 6, False),
+        ("**", 4, 3, True),
+        ("**", 4, 4, False),
         ("**", 2.0, 600, True),
     ],
 )
