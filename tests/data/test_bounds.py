@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,27 @@ def test_our_own_templates_render_as_in_transformers(path: Path) -> None:
     tokenizer = make_tokenizer(path.read_text(encoding="utf-8"))
     text = Template(tokenizer, tools=None, variables={}, where="x").render(MULTI)
     assert text == tokenizer.apply_chat_template(MULTI, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("operator", "one", "other", "fits"),
+    [
+        ("*", "abc", 3, True),
+        ("*", "abc", 4, False),
+        ("*", 4, "abc", False),
+        ("*", [1, 2], 6, False),
+        ("*", 6, (1, 2), False),
+        ("*", 600, 700, True),
+        ("*", 1.5, 2, True),
+        ("**", 4, 3, True),
+        ("**", 4, 4, False),
+        ("**", 2.0, 600, True),
+    ],
+)
+def test_a_product_that_is_too_long_is_refused(
+    operator: str, one: Any, other: Any, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "LETTERS", 10)
+    function = bounds.multiplied if operator == "*" else bounds.raised
+    with nullcontext() if fits else pytest.raises(bounds.Unbounded, match="more than 10 letters"):
+        assert function(one, other) == (one * other if operator == "*" else one**other)

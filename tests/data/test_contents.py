@@ -84,3 +84,14 @@ def test_a_refusal_is_of_training_rows(tmp_path: Path) -> None:
     )
     # A checkpoint of an earlier version has the digest alone.
     assert refusal(contents_saved=None, contents=now) == "was made with data = 'd1', and this run has data = 'd2'"
+
+
+def test_a_stream_is_identified_by_each_part_of_where_its_rows_are() -> None:
+    places = [{}, {"path": "/b"}, {"split": "test"}, {"limit": 3}, {"name": "en"}, {"limit": 3, "name": "en"}]
+    found = {stream_content(DataConfig(**{"path": "/a", **place})).digest for place in places}
+    assert len(found) == len(places)
+
+
+def test_three_files_are_all_named() -> None:
+    one, other = (recorded(x=Content("", 2, dict.fromkeys("abc", size))) for size in ("1", "2"))
+    assert changes(one, other) == ["x (a changed, b changed, c changed, 2 rows as before, with other tokens)"]

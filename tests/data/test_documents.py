@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -10,11 +11,12 @@ import datasets
 import numpy as np
 import pytest
 
-from fsdp2kit.config.schema import ChatDataConfig, DataConfig, TextDataConfig
+from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig, TextDataConfig
 from fsdp2kit.data import tables
-from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
+from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary, find_document_warnings
 from fsdp2kit.errors import UserError
 from tests.data.helpers import templates
+from tests.data.helpers.documents import as_documents
 from tests.data.helpers.files import write_rows
 from tests.data.helpers.templates import make_tokenizer
 from tests.support.workers import WorkerPool
@@ -259,3 +261,51 @@ def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> N
     missing = pool.run(2, build_on_a_rank, str(tmp_path / "missing.jsonl"), str(tmp_path / "cache"))
     assert [error for error, _ in missing] == [missing[0][0]] * 2
     assert "no such file" in missing[0][0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": "preference"}, {"columns": {"prompt": "x"}}, {"train_on": "last"}, {"wrap": "chat"}, "template"],
+)
+def test_what_changes_tokens_is_in_the_key_of_the_cache(change: dict | str) -> None:
+    options = change if isinstance(change, dict) else {}
+    template = templates.CHATML if change == "template" else templates.MARKED_WIDE
+    section = DataConfig(path="x", format="prompt_completion")
+    key = tables.cache_key("c", section, make_tokenizer(templates.MARKED_WIDE))
+    other = section.model_copy(update={**options, "columns": ColumnsConfig(**options.get("columns", {}))})
+    assert tables.cache_key("c", other, make_tokenizer(template)) != key
+    assert tables.cache_key("d", section, make_tokenizer(templates.MARKED_WIDE)) != key
+
+
+@pytest.mark.parametrize(
+    ("report", "digests", "found"),
+    [
+        ({}, "abc", []),
+        ({}, "aba", ["1 documents are copies of earlier ones"]),
+        ({"split": 1}, "aba", []),
+        ({"truncated": 5}, "abc", []),
+        ({"truncated": 3, "dropped": 3}, "abc", ["6% of the rows are longer than seq_len"]),
+        ({"supervised_tokens": 6}, "abc", []),
+        ({"supervised_tokens": 5}, "abc", ["only 4.2% of the tokens are learnt"]),
+        ({"unsupervised": 1}, "abc", ["1 rows hold nothing to learn and are left out"]),
+    ],
+)
+def test_what_is_said_of_documents_and_what_is_not(report: dict, digests: str, found: list[str]) -> None:
+    tokenizer = make_tokenizer(None)
+    ends = (tokenizer.eos_token_id, True)
+    documents = as_documents([[(5, True), (6, True)] * 19 + [(5, True), ends]] * 3)
+    documents = dataclasses.replace(
+        documents,
+        report=dataclasses.replace(documents.report, **{"supervised_tokens": 100, **report}),
+        row_lengths=np.full(100, 40),
+        row_digests=np.frombuffer("".join(one * 16 for one in digests).encode(), dtype="V16"),
+    )
+    texts = find_document_warnings(documents, tokenizer)
+    assert [text[: len(start)] for text, start in zip(texts, found, strict=True)] == found
+
+
+def test_synthetic_documents_have_every_length_from_an_eighth_on() -> None:
+    documents = build_documents(DataConfig(format="synthetic", seq_len=32), tokenizer=None, vocab_size=3)
+    assert set(documents.lengths.tolist()) == set(range(4, 33))
+    assert {int(one) for at in range(9) for one in documents[at][0]} == {0, 1, 2}
+    assert documents.report.supervised_tokens == documents.lengths.sum() - len(documents)

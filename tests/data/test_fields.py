@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.fields import is_text, media_in, same_at_start, thought_in, without_thoughts
 from fsdp2kit.data.messages import TrainOn, check_messages
 from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
@@ -434,3 +435,35 @@ def test_a_refusal_is_what_the_assistant_says() -> None:
     talk = [USER, {"role": "assistant", "content": None, "refusal": "No, never."}]
     assert learnt(made(OURS), talk) == "No, never.<|im_end|>"
     assert learnt(made(OURS), assistant({"type": "refusal", "refusal": "No."})) == "No.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "role", "expected"),
+    [
+        ("name", "Ann", "user", True),
+        ("name", "User", "user", False),
+        ("name", "", "user", False),
+        ("name", "weather", "tool", False),
+        ("note", "a" * 64, "", False),
+        ("note", "a" * 65, "", True),
+        ("note", "two words", "", True),
+        ("note", "12 34", "", False),
+        ("note", {"more": ["word", {"deep": "two words"}]}, "", True),
+        ("note", ["word", 3, None], "", False),
+    ],
+)
+def test_which_fields_hold_a_text(field: str, value: Any, role: str, expected: bool) -> None:
+    assert is_text(field, value, role) is expected
+
+
+def test_media_thoughts_and_beginnings() -> None:
+    assert [media_in({"images": value}) for value in (None, [], [None], [None, "x.png"])] == [
+        None,
+        None,
+        None,
+        "images",
+    ]
+    assert thought_in(" <think>\na </think>\n b ") == ("a", "b ")
+    assert thought_in("a <think>b</think>") is thought_in("<think>b") is None
+    assert without_thoughts("<think>a</think>b<think>c</think>d") == ["d", "bd"]
+    assert [same_at_start("abc", other) for other in ("abd", "ab", "abcd", "x", "")] == [2, 2, 3, 0, 0]

@@ -14,6 +14,7 @@ from fsdp2kit.config import load_config
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.checks import check_first_rows
+from fsdp2kit.data.code import code_digests
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.helpers import templates
@@ -176,3 +177,24 @@ def test_the_resolved_config_loads_again(folder: Path) -> None:
     config = config_of(folder, {"formatter": "mine.py:chat"})
     assert config.data.formatter == f"{folder}/mine.py:chat"
     assert json.loads(config.model_dump_json())["data"]["formatter"] == config.data.formatter
+
+
+def test_the_code_of_a_function_is_what_it_may_import_from_beside_it(tmp_path: Path) -> None:
+    types = "if TYPE_CHECKING:\n    import typed\nelse:\n    import real\n"
+    sources = {
+        "main.py": f"import pkg.one\n{types}def f(row):\n    from pkg import lazy\n",
+        "pkg/__init__.py": "",
+        "pkg/one.py": "from .two import x\nfrom . import three\nfrom ..above import y\n",
+        "pkg/two.py": "import json\n",
+        **dict.fromkeys(("pkg/three.py", "pkg/lazy.py", "real.py", "above.py"), ""),
+        **dict.fromkeys(("typed.py", "pkg/alone.py", "two.py", "three.py", "lazy.py"), ""),
+    }
+    (tmp_path / "pkg").mkdir()
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+    found = code_digests(f"{tmp_path}/main.py:f")
+    assert [*found] == sorted([*sources][:8])
+    (tmp_path / "pkg" / "two.py").write_text("import json  # edited")
+    assert [name for name, digest in code_digests(f"{tmp_path}/main.py:f").items() if digest != found[name]] == [
+        "pkg/two.py"
+    ]

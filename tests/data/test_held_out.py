@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, EvalConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
+from fsdp2kit.data.held_out import hold_out, key_border
 from fsdp2kit.errors import UserError
 from fsdp2kit.train.evaluation import build_evaluation
 from tests.data.helpers.files import write_rows
@@ -182,3 +184,22 @@ def test_rows_that_are_too_long_fill_a_pack_each(tmp_path: Path) -> None:
     options = {"path": path, "pack": True, "overlong": "truncate"}
     assert build(options, split=0.5).held_out[""].steps_per_epoch >= 20
     assert build({**options, "streaming": True}, split=0.5, steps=20).held_out[""].steps_per_epoch >= 20
+
+
+@pytest.mark.parametrize(
+    ("held_out", "expected"),
+    [
+        (1, [[1, 2], [1]]),
+        (2, [[1, 2], [0, 1]]),  # copies count once
+        (3, [[1, 2, 3], [0, 1]]),
+        (1e-30, [[1, 2], [1]]),  # at least one row
+    ],
+)
+def test_the_rows_of_the_smallest_keys_are_held_out(held_out: float, expected: list[list[int]]) -> None:
+    keys = [np.array([2**64 - 1, 3, 3, 7], dtype=np.uint64), np.array([5, 3, 8], dtype=np.uint64)]
+    found = hold_out(keys, held_out, names=["a", "b"])
+    assert [held.tolist() for _, held in found] == expected
+    assert [train.tolist() for train, _ in found] == [
+        [line for line in range(len(key)) if line not in held] for key, held in zip(keys, expected, strict=True)
+    ]
+    assert key_border(0.25) == 2**62

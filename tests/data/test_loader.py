@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from fsdp2kit.data.documents import Counts, Documents
-from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
+from fsdp2kit.data.loader import Batch, Loader, Share, batch_of, build_loader, permutation
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 
@@ -105,3 +106,41 @@ def test_packing_efficiency() -> None:
 def test_an_indivisible_batch() -> None:
     with pytest.raises(UserError, match="4 is not a multiple of dp 2 × micro_batch_size 3; use 6,"):
         make_loader(make_documents([4]), dp_size=2, micro_batch_size=3)
+
+
+def test_padding_is_cut_into_documents_of_64_tokens() -> None:
+    [batch] = make_loader(make_documents([4]), seq_len=200, global_batch_size=1).batch(0)
+    assert batch.position_ids.tolist() == [[*range(4), *range(64), *range(64), *range(64), *range(4)]]
+
+
+def test_a_row_is_found_by_its_number_in_any_epoch() -> None:
+    loader = make_loader(make_documents([16, 12, 15, 11, 13]), dp_rank=1, dp_size=2, micro_batch_size=2)
+    seen = []
+    for index in range(3 * loader.steps_per_epoch):
+        for batch in loader.batch(index):
+            seen += batch.rows
+            for ids, number, length in zip(batch.input_ids, batch.rows, batch.lengths, strict=True):
+                documents = [one for one, _ in loader.row(number).documents]
+                assert np.concatenate([np.array([], dtype=int), *documents]).tolist() == ids[:length].tolist()
+    assert seen == [number for number in range(1, 25) if (number - 1) % 4 >= 2]
+
+
+def test_rows_at_hand_are_filled_up_to_a_multiple_and_over_the_ranks() -> None:
+    ids = torch.arange(1, 16).view(3, 5)
+    positions = torch.tensor([[0, 1, 2, 0, 1]] * 3)
+    of = {"dp_size": 2, "length_multiple": 4}
+    parts = [batch_of(ids, ids + 1, positions, dp_rank=rank, **of) for rank in range(2)]
+    found, labels, places = rows(parts)
+    assert found == pad(ids, (0, 3, 0, 1)).tolist()
+    assert labels == pad(ids + 1, (0, 3, 0, 1), value=IGNORE).tolist()
+    assert places == [[0, 1, 2, 0, 1, 0, 1, 2]] * 3 + [list(range(8))]
+    assert [part.lengths.tolist() for part in parts] == [[5, 5], [5, 0]]
+    counts = [(part.supervised_tokens, part.input_tokens, part.attention_pairs) for part in parts]
+    assert counts == [(10, 10, 2 * (9 + 4)), (5, 5, 9 + 4)]
+
+
+def test_a_permutation_is_that_of_its_bits_and_of_each_argument() -> None:
+    bits = np.random.Generator(np.random.PCG64([3, 1])).integers(2**64, size=50, dtype=np.uint64)
+    assert permutation(50, 3, 1).tolist() == sorted(range(50), key=lambda at: bits[at])
+    orders = [(3, 1, 0), (4, 1, 0), (3, 2, 0), (3, 1, 1), (3, 1, 2)]
+    assert len({tuple(permutation(50, *order).tolist()) for order in orders}) == len(orders)

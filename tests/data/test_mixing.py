@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit.data.loader import Loader, Share, build_loader
-from fsdp2kit.data.packing import plan_mix, shares, source_epochs
+from fsdp2kit.data.packing import furthest_behind, plan_mix, shares, source_epochs
 from tests.data.helpers.documents import as_documents
 
 SEQ_LEN, GLOBAL = 16, 4
@@ -85,3 +85,19 @@ def test_fractions_of_an_epoch_go_on_where_they_stopped() -> None:
     assert first[0] + first[1] != first[2] + first[3], "shuffled anew"
     assert loader.tokens_per_epoch == 12 * 12
     assert loader.source_names == ("s0", "s1")
+
+
+def test_a_source_without_a_weight_has_its_own_tokens() -> None:
+    assert source_epochs([600, 200], weights=[None, 600], epochs=[None] * 2, temperature=1.0) == pytest.approx(
+        [2 / 3, 2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "tokens", "expected"),
+    [([0.25, 0.75], [0, 0], 1), ([0.25, 0.75], [1, 2], 1), ([0.25, 0.75], [0, 3], 0), ([0.5, 0.5], [3, 3], 0)],
+)
+def test_the_source_that_lacks_most_tokens_of_its_share_is_next(
+    of: list[float], tokens: list[int], expected: int
+) -> None:
+    assert furthest_behind(np.array(of), tokens) == expected

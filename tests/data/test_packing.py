@@ -46,3 +46,16 @@ def test_single_documents_keep_their_order() -> None:
 def test_lengths_out_of_range(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="expected 1 to seq_len = 10"):
         plan_packs(np.array(lengths), seq_len=10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "packs"),
+    [
+        ([7, 7, 3], 9, [[0, 2], [1]]),  # of two packs with the same room, the older one
+        ([10, 7, 7, 3, 3], 9, [[0], [1, 3], [2, 4]]),  # nothing is put into a full one
+        ([6, 5, 4, 5], 1, [[0], [1, 2], [3]]),  # at the end of a window the fullest is closed
+    ],
+)
+def test_which_pack_is_filled(lengths: list[int], window: int, packs: list[list[int]]) -> None:
+    plan = plan_packs(np.array(lengths), seq_len=10, window=window)
+    assert [plan[pack].tolist() for pack in range(len(plan))] == packs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp2kit.config.schema import ChatDataConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.checks import count_steps
 from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.findings import Findings
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
 from tests.data.helpers import templates
@@ -150,3 +152,21 @@ def test_what_is_noticed_is_of_all_rows_in_their_order(tmp_path: Path) -> None:
     for file in Path(datasets.config.HF_DATASETS_CACHE).rglob("*.json"):
         file.unlink()
     assert build_documents(section, tokenizer=tokenizer).warnings == ()
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_what_is_noticed_of_blocks_is_what_is_noticed_of_all_rows(cut: int) -> None:
+    def noted(rows: Sequence[int]) -> Findings:
+        found = Findings(unwrapped=3 in rows)
+        for row in rows:
+            found.note_row(unread=["id", f"column {row // 2}"], systems_twice=[row > 0, False])
+            found.note_affixes(has_bos=row > 1, has_eos=row > 2)
+            found.note_special(f"row {row}", ["<a>", f"<{row}>"], quotes=row in (1, 2))
+        return found
+
+    found = noted(range(cut))
+    found.add(noted(range(cut, 4)))
+    assert found == noted(range(4))
+    assert found.first_systems_twice == 1
+    assert found.first_quoting == "row 1"
+    assert Findings.from_json(found.to_json()) == found

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fsdp2kit.data.loader import Share
 from fsdp2kit.data.stream import StreamLoader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
@@ -221,3 +226,21 @@ def test_another_batch_than_the_next_is_refused(tmp_path: Path) -> None:
     for asked_for in (loader.state, loader.batch):
         with pytest.raises(ValueError, match="next batch is 30, not 3"):
             asked_for(3)
+
+
+def test_one_state_is_taken_up_twice() -> None:
+    def packs(state: dict | None) -> Iterator[tuple[list, dict]]:
+        for number in itertools.count(state["number"] if state else 0):
+            yield [(np.arange(3) + 10 * number, np.ones(3, dtype=bool))], {"number": number + 1}
+
+    loader = StreamLoader([packs, packs], share=Share(seq_len=4, global_batch_size=3), weights=[0.25, 0.75])
+    loader.batch(0)
+    state = loader.state(1)
+    before = copy.deepcopy(state)
+    found = []
+    for _ in range(3):
+        batches = loader.batch(1) + loader.batch(2)
+        found.append([(batch.input_ids.tolist(), batch.sources.tolist(), batch.rows) for batch in batches])
+        loader.seek(1, state)
+    assert state == before
+    assert found[0] == found[1] == found[2]

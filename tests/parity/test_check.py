@@ -63,7 +63,7 @@ def float32_error(path: Path) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "whole"), [slow("gemma3", False), ("gemma3n", False), slow("gemma3", True)])
+@pytest.mark.parametrize(("kind", "whole"), [("gemma3", False), slow("gemma3n", False), slow("gemma3", True)])
 def test_what_is_right_passes_in_both_dtypes(kind: str, whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir(kind, tmp_path)
     # Gemma 3n's gradients are sums that cancel, and five steps add to that: on an Intel Xeon gradients and their norm

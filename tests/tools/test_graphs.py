@@ -16,7 +16,7 @@ def figures(models: tuple[str, ...]) -> dict[str, Any]:
     return last_result(bench_graphs, models=models, steps=3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_graph_a_layer_kind_and_no_copy_around_attention(pool: WorkerPool) -> None:
     (result,) = pool.run(1, figures, ("llama",))
     assert result["checks"] == {"no_graph_break": True, "no_graph_after_the_first_step": True}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -20,13 +21,18 @@ from fsdp2kit.job import distributed
 from fsdp2kit.model.build import build_model, materialize, model_on_meta
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.parity.engine import whole
+from fsdp2kit.weights import shards
+from fsdp2kit.weights.adapters import Adapter, base_name, is_of_adapter
 from fsdp2kit.weights.conversion import match_files, to_file_names
 from fsdp2kit.weights.entries import grouped_entries
+from fsdp2kit.weights.experts import expert_count, experts_per_token, is_mixture
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained, open_pretrained
-from fsdp2kit.weights.record import find_ties
-from fsdp2kit.weights.stored import INDEX_NAME
-from fsdp2kit.weights.transfer import MappingReader, transfer
+from fsdp2kit.weights.record import ModelSource, find_ties
+from fsdp2kit.weights.shards import fill_vocabulary, row_blocks
+from fsdp2kit.weights.stored import INDEX_NAME, some, usual_dtype
+from fsdp2kit.weights.transfer import MappingReader, in_blocks, transfer
+from fsdp2kit.weights.whole import Whole
 from tests.model.helpers import UNUSUAL, sharded
 from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
 from tests.support.parts import read_all
@@ -367,3 +373,123 @@ def test_random_values_are_distributed_as_transformers_own(kind: str, tmp_path: 
         drawn[name] = ours.flatten()[:64].tolist()
     values = list(drawn.values())
     assert all(values[i] != values[j] for i in range(len(values)) for j in range(i)), "two tensors are drawn alike"
+
+
+@pytest.mark.parametrize("elements", [1, 3, 6, 7, 100])
+def test_the_rows_of_a_tensor_are_read_in_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_BLOCK", elements)
+    tensor = torch.arange(21).view(7, 3)
+    blocks = [*row_blocks(tensor, tensor.shape)]
+    assert torch.equal(torch.cat(blocks), tensor)
+    assert max(len(block) for block in blocks) == min(7, max(1, elements // 3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_rows_of_new_tokens_are_the_mean_of_the_others_in_any_blocks(size: int) -> None:
+    stored = torch.randn(5, 3)
+    target = torch.full((7, 3), torch.nan)
+    fill_vocabulary(target, stored.split(size), new_tokens=[1, 4, 5, 6])
+    mean = stored[[0, 2, 3]].double().mean(0).float()
+    assert torch.equal(target[[0, 2, 3]], stored[[0, 2, 3]])
+    torch.testing.assert_close(target[[1, 4, 5, 6]], mean.expand(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_blocks_have_16_mib_in_any_dtype(dtype: torch.dtype) -> None:
+    blocks = in_blocks(torch.empty(5, 1 << 21, dtype=dtype, device="meta"))
+    assert {block.nbytes for block in blocks[:-1]} == {1 << 24}
+    assert sum(block.numel() for block in blocks) == 5 << 21
+
+
+def test_the_usual_dtype_is_that_of_most_floating_point_tensors(tmp_path: Path) -> None:
+    dtypes = [torch.int64] * 3 + [torch.bfloat16] * 2 + [torch.float32]
+    save_file(
+        {str(at): torch.zeros(1 + 9 * at, dtype=one) for at, one in enumerate(dtypes)}, tmp_path / "model.safetensors"
+    )
+    assert usual_dtype(tmp_path) == "bfloat16"
+    save_file({"a": torch.zeros(1, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    assert usual_dtype(tmp_path) == "float32"
+
+
+def test_three_names_are_listed_and_the_others_counted() -> None:
+    assert [some([*names]) for names in ("a", "ab", "abc", "abcde")] == [
+        "a is",
+        "a, b are",
+        "a, b, c are",
+        "a, b, c and 2 more are",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("lora.rank", {"r": 5}),
+        ("lora.alpha", {"lora_alpha": 9}),
+        ("lora.rslora", {"use_rslora": True}),
+        ("lora.dora", {"use_dora": True}),
+        ("lora.modules_to_save", {"modules_to_save": ["lm_head"]}),
+        ("lora.target_modules", {"rank_pattern": {"a": 2}}),
+        ("lora.target_modules", {"alpha_pattern": {"a": 2}}),
+        ("lora.target_modules", {"layers": ("a", "b")}),
+        ("lora.quantize", {"quantize": "nf4"}),
+        (None, {"lora_dropout": 0.1}),
+    ],
+)
+def test_what_makes_another_adapter(key: str | None, changed: dict[str, Any]) -> None:
+    def identity(*, layers: tuple[str, ...] = ("a",), quantize: str = "none", **options: Any) -> dict[str, str]:
+        return Adapter(LoraConfig(**{"r": 4, **options}), layers, None, quantize).identity()
+
+    one = identity()
+    other = identity(**changed)
+    assert {name for name in {**one, **other} if one.get(name) != other.get(name)} == ({key} if key else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "is_adapters"),
+    [
+        ("a.q.lora_A.default.weight", None, True),
+        ("a.q.lora_magnitude_vector.default.weight", None, True),
+        ("a.embed.lora_embedding_A.default", None, True),
+        ("a.q.base_layer.base_layer.weight", "a.q.weight", False),
+        ("head.original_module.weight", "head.weight", False),
+        ("head.modules_to_save.default.weight", "head.weight", True),
+        ("a.lora_A.defaults.weight", "a.lora_A.defaults.weight", False),
+    ],
+)
+def test_names_around_adapters(name: str, base: str | None, is_adapters: bool) -> None:
+    assert (base_name(name), is_of_adapter(name)) == (base, is_adapters)
+
+
+def test_how_many_experts_a_config_names() -> None:
+    def config(**values: Any) -> PretrainedConfig:
+        return PretrainedConfig(**values)
+
+    assert [
+        expert_count(config(**{name: 4})) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    ] == [4] * 3
+    assert expert_count(config(num_experts=None, num_local_experts=8)) == 8
+    assert [is_mixture(config(num_experts=count)) for count in (None, 1, 2)] == [False, False, True]
+    assert [experts_per_token(config(moe_topk=count)) for count in (2, [2, 2])] == [2, None]
+    assert experts_per_token(config()) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "has_adapter", "expected"),
+    [
+        ("x", torch.bfloat16, False, "bfloat16"),
+        ("x", torch.bfloat16, True, "float32"),
+        ("x", None, False, "float32"),
+        (None, torch.bfloat16, False, "float32"),
+    ],
+)
+def test_the_dtype_of_an_export(path: str | None, dtype: torch.dtype | None, has_adapter: bool, expected: str) -> None:
+    assert ModelSource(path, None, PretrainedConfig(dtype=dtype), has_adapter=has_adapter).dtype == expected
+
+
+def test_names_of_a_text_part_end_at_a_point() -> None:
+    names = Whole(nn.Module(), (("model", "model.text"), ("lm_head", "lm_head")), PretrainedConfig())
+    pairs = [("model", "model.text"), ("model.norm.weight", "model.text.norm.weight"), ("lm_head.weight",) * 2]
+    assert [(names.inner(there), names.outer(own)) for own, there in pairs] == pairs
+    assert (
+        names.outer("models.weight") is names.inner("model.texts.weight") is names.inner("model.vision.weight") is None
+    )
