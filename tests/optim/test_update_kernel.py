@@ -171,8 +171,7 @@ def test_shards_of_a_mesh_are_updated_as_whole_parameters(on_host: bool, pool: W
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize(("on_host", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_compiled_updates_of_shards_are_those_of_whole_parameters(
     on_host: bool, dtype: torch.dtype, pool: WorkerPool
 ) -> None:
