@@ -26,7 +26,7 @@ from fsdp2kit.weights.entries import grouped_entries
 from fsdp2kit.weights.initialize import initialize
 from fsdp2kit.weights.load import load_pretrained, open_pretrained
 from fsdp2kit.weights.record import find_ties
-from fsdp2kit.weights.stored import INDEX_NAME
+from fsdp2kit.weights.stored import INDEX_NAME, usual_dtype
 from fsdp2kit.weights.transfer import MappingReader, transfer
 from tests.model.helpers import UNUSUAL, sharded
 from tests.support.models import TINY, full, slow, tiny_model, tiny_model_dir
@@ -245,6 +245,15 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     (path / INDEX_NAME).write_text(text)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: is not a safetensors index"):
         _loaded(path)
+
+
+def test_the_usual_dtype_is_that_of_most_tensors_with_fractions(tmp_path: Path) -> None:
+    integers = {f"index.{number}": torch.zeros(1, dtype=torch.int8) for number in range(4)}
+    save_file({**integers, "norm": torch.zeros(100)}, tmp_path / "model.safetensors")
+    assert usual_dtype(tmp_path) == "float32"
+    halves = {name: torch.zeros(1, dtype=torch.bfloat16) for name in ("q", "k")}
+    save_file({**integers, **halves, "norm": torch.zeros(100)}, tmp_path / "model.safetensors")
+    assert usual_dtype(tmp_path) == "bfloat16"
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
