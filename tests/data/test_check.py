@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_good_rows_and_what_is_elsewhere(tmp_path: Path) -> None:
     sources = [{"path": write(tmp_path / "a.jsonl", {"messages": MULTI})}, {"path": "s3://bucket/b.jsonl"}]
     config = config_of(tmp_path, data={"sources": sources}, eval={"every": 1, "path": "some/dataset"})
     assert check_first_rows(config) == ["data.sources.1.path", "eval.path"]
+
+
+def test_a_tokenizer_may_be_elsewhere_and_not_missing(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data={"path": write(tmp_path / "a.jsonl", {"messages": SINGLE})})
+    shutil.rmtree(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"^model\.tokenizer: "):
+        check_first_rows(config)
+    model = config.model.model_copy(update={"tokenizer": "some/tokenizer"})
+    assert check_first_rows(config.model_copy(update={"model": model})) == ["tokenizer"]
 
 
 @pytest.mark.parametrize("key", ["data.path", "eval.path", "eval.sets.code.path"])

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.config.schema import DataConfig, TrainingConfig
 from fsdp2kit.data.rows import RowReader, hub_content
-from fsdp2kit.data.sources import Location, locate
+from fsdp2kit.data.sources import Location, held_out_sets, locate
 from fsdp2kit.errors import UserError
 from tests.data.helpers.files import write_rows
 
@@ -261,6 +261,26 @@ def test_a_folder_inside_is_a_configuration_that_may_be_named(tmp_path: Path) ->
         read_named(tmp_path / "wiki" / "a.jsonl", "books")
     with pytest.raises(UserError, match=r"data\.name: 'books', and .* has no configurations"):
         read_named(tmp_path / "wiki", "books")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "expected"),
+    [
+        ({"path": "other"}, ("other", None)),
+        ({"path": "other", "name": "books"}, ("other", "books")),
+        ({"sets": {"x": {"path": "other"}}}, ("other", None)),
+        ({"split": "test"}, ("some/set", "wiki")),
+        ({"name": "books"}, ("some/set", "books")),
+    ],
+    ids=str,
+)
+def test_a_held_out_set_has_the_training_datas_configuration_where_it_has_its_path(
+    evaluation: dict, expected: tuple[str, str | None]
+) -> None:
+    values = {"recipe": "x", "model": {"path": "m"}, "train": {"steps": 1}, "eval": {"every": 1, **evaluation}}
+    config = TrainingConfig.model_validate({**values, "data": {"path": "some/set", "name": "wiki"}})
+    [found] = held_out_sets(config)
+    assert (found.section.path, found.section.name) == expected
 
 
 def test_configurations_behind_a_url_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
+from fsdp2kit.config import schema
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import distributed
@@ -493,3 +495,17 @@ def test_names_of_a_text_part_end_at_a_point() -> None:
     assert (
         names.outer("models.weight") is names.inner("model.texts.weight") is names.inner("model.vision.weight") is None
     )
+
+
+def test_a_module_that_is_trained_whole_begins_with_the_values_of_the_frozen_one(tmp_path: Path) -> None:
+    _config("llama3").save_pretrained(tmp_path)
+    found = []
+    for lora in (None, schema.LoraConfig(rank=2, target_modules=["q_proj"], modules_to_save=["down_proj"])):
+        model = build_model(ModelConfig(path=str(tmp_path), weights="random"), lora=lora)
+        materialize(model, device=torch.device("cpu"))
+        for parameter in model.parameters():
+            parameter.data.fill_(math.nan)
+        initialize(model, seed=3)
+        found.append([value for name, value in model.named_parameters() if "layers.1.mlp.down_proj" in name])
+    [plain], copies = found
+    assert [torch.equal(copy, plain) for copy in copies] == [True, True]
