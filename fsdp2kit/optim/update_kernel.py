@@ -28,7 +28,7 @@ _MOST = 2**30
 # The trial's shape. Both sides are odd, so that runs begin at every alignment.
 _RUNS, _LENGTH = 3, 4001
 
-# Rows before the first in a table. Rows have 4 and 8 numbers, so the first ones begin at 12 and 24.
+# Unused rows at the start of a table. A row has 4 or 8 numbers, so the first used row begins at element 12 or 24.
 _UNUSED = 3
 
 Kernel = Callable[..., None]
@@ -126,7 +126,7 @@ class UpdateKernel:
         return not self._failed
 
     def _launch(self, shard: Shard, place: Tensor, factors: Tensor) -> None:
-        # torch.compile makes other code for a view of a tensor with another number of dimensions. `data` is no view.
+        # torch.compile compiles again for views of tensors with another number of dimensions. `.data` is not a view.
         if len(shard.parameter) == 1:
             self._update_run(*(tensor[0].data for tensor in shard.tensors), place.data, factors.data)
         else:
@@ -205,9 +205,9 @@ def _tables(shards: Sequence[Shard]) -> tuple[list[Tensor], list[Tensor]]:
 def _rows(rows: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Each row as a tensor on the device, by one copy for all.
 
-    torch.compile makes other code for tensors that begin where their memory does, or at another alignment. It also
-    takes two numbers that are equal in the first call, a length and a beginning, for always equal. So the table's
-    first three rows are not used, and rows have multiples of 16 bytes.
+    torch.compile compiles again for a tensor that begins at the start of its memory, or at another alignment. If two
+    sizes are equal in the first call, such as a length and an offset, it assumes that they always are. So the first
+    three rows of a table are unused, and a row has a multiple of 16 bytes.
     """
     table = to_device(torch.tensor([*_UNUSED * [rows[0]], *rows], dtype=dtype), device)
     return list(table[_UNUSED:].unbind())

@@ -618,7 +618,9 @@ def test_the_older_one_comes_back_only_where_the_newer_is_not_whole(tmp_path: Pa
         (["a", "alias", "b"], {}, {}, "holds alias, which the model has not"),
     ],
 )
-def test_which_key_is_which_tensor(stored: list[str], tied: dict, smaller: dict, expected: Any) -> None:
+def test_tensors_are_found_under_any_prefix_and_others_are_refused(
+    stored: list[str], tied: dict, smaller: dict, expected: Any
+) -> None:
     """All have three elements; ``smaller`` may also have its own number of them, which these keys have not."""
     shapes = {key: torch.Size([3]) for key in stored}
     tensors = {name: torch.zeros(3) for name in ("a", "b")}
@@ -639,7 +641,7 @@ def test_which_key_is_which_tensor(stored: list[str], tied: dict, smaller: dict,
             find()
 
 
-def test_progress_of_a_version_before_and_of_one_after(tmp_path: Path) -> None:
+def test_progress_of_an_older_version_is_read_and_of_a_newer_one_refused(tmp_path: Path) -> None:
     _, path = saved_alone(tmp_path, 1)
     manifest = read_manifest(path)
     known = manifest.progress

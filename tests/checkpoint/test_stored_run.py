@@ -27,7 +27,8 @@ FIXTURE = Path(__file__).parent / "fixtures" / "run-of-format-1.tar.gz"
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     with tarfile.open(FIXTURE) as archive:
-        archive.extractall(tmp_path / "old", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(tmp_path / "old")
     return tmp_path / "old"
 
 

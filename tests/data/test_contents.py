@@ -92,6 +92,6 @@ def test_a_stream_is_identified_by_each_part_of_where_its_rows_are() -> None:
     assert len(found) == len(places)
 
 
-def test_three_files_are_all_named() -> None:
+def test_up_to_three_changed_files_are_named() -> None:
     one, other = (recorded(x=Content("", 2, dict.fromkeys("abc", size))) for size in ("1", "2"))
     assert changes(one, other) == ["x (a changed, b changed, c changed, 2 rows as before, with other tokens)"]

@@ -290,7 +290,7 @@ def test_what_changes_tokens_is_in_the_key_of_the_cache(change: dict | str) -> N
         ({"unsupervised": 1}, "abc", ["1 rows hold nothing to learn and are left out"]),
     ],
 )
-def test_what_is_said_of_documents_and_what_is_not(report: dict, digests: str, found: list[str]) -> None:
+def test_documents_are_warned_of_from_a_threshold_on(report: dict, digests: str, found: list[str]) -> None:
     tokenizer = make_tokenizer(None)
     ends = (tokenizer.eos_token_id, True)
     documents = as_documents([[(5, True), (6, True)] * 19 + [(5, True), ends]] * 3)

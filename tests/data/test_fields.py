@@ -456,14 +456,20 @@ def test_which_fields_hold_a_text(field: str, value: Any, role: str, expected: b
     assert is_text(field, value, role) is expected
 
 
-def test_media_thoughts_and_beginnings() -> None:
-    assert [media_in({"images": value}) for value in (None, [], [None], [None, "x.png"])] == [
-        None,
-        None,
-        None,
-        "images",
-    ]
+@pytest.mark.parametrize(("value", "key"), [(None, None), ([], None), ([None], None), ([None, "x.png"], "images")])
+def test_a_list_of_nulls_holds_no_media(value: Any, key: str | None) -> None:
+    assert media_in({"images": value}) == key
+
+
+def test_a_thought_stands_at_the_start_of_a_text() -> None:
     assert thought_in(" <think>\na </think>\n b ") == ("a", "b ")
     assert thought_in("a <think>b</think>") is thought_in("<think>b") is None
+
+
+def test_thoughts_are_cut_out_in_both_ways_of_templates() -> None:
     assert without_thoughts("<think>a</think>b<think>c</think>d") == ["d", "bd"]
-    assert [same_at_start("abc", other) for other in ("abd", "ab", "abcd", "x", "")] == [2, 2, 3, 0, 0]
+
+
+@pytest.mark.parametrize(("other", "count"), [("abd", 2), ("ab", 2), ("abcd", 3), ("x", 0), ("", 0)])
+def test_equal_letters_are_counted_up_to_the_first_other_one(other: str, count: int) -> None:
+    assert same_at_start("abc", other) == count

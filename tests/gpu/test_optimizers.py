@@ -50,12 +50,12 @@ def rounded(parameters: list[nn.Parameter], *, compiles: bool) -> RoundedAdamW:
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
-    """Equal but for float32's last bits; of bfloat16 one element of 100 may have taken the other neighbour."""
+    """Equal but for float32's last bits; in bfloat16 one element, or 1 % of them, may take the other neighbour."""
     if found.dtype == torch.float32:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     else:
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
-        assert (found != expected).float().mean() < 0.01
+        assert (found != expected).sum() <= max(1, found.numel() // 100)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2kit.job.distributed import World
 from fsdp2kit.parity.reference import Curves
-from tests.parallel.test_shared_buffer import assert_equal_to_the_bit
+from tests.parallel.helpers.reductions import assert_equal_to_the_bit
 from tests.support.cases import Case, run_case
 from tests.support.models import make_batches, tiny_model_dir
 from tools.benchmarks.harness import give_back_memory
@@ -54,6 +54,9 @@ def test_numbers_are_fsdp2s_own_in_no_more_memory(every: bool, tmp_path: Path, w
     case = Case("llama3", micro=2, fsdp=fsdp)
     with patch.object(FSDPModule, "set_custom_reduce_scatter", lambda *_: None):
         its, its_memory = curves_and_memory(tmp_path, case)
-    mine, memory = curves_and_memory(tmp_path, case)
+    own = FSDPModule.set_custom_reduce_scatter
+    with patch.object(FSDPModule, "set_custom_reduce_scatter", autospec=True, side_effect=own) as used:
+        mine, memory = curves_and_memory(tmp_path, case)
+    assert used.called
     assert_equal_to_the_bit(([mine], [its]))
     assert memory <= its_memory

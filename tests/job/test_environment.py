@@ -52,7 +52,9 @@ def test_secrets_of_the_command_and_the_environment_are_blanked(
     assert "Signature=***" in text
 
 
-def test_a_changed_file_is_told_and_a_new_one_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_is_modified_by_a_changed_file_and_not_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "x.py").write_text("a = 1\n")
     for command in (["init", "-q"], ["add", "x.py"], ["commit", "-q", "-m", "x"]):

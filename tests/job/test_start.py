@@ -57,7 +57,7 @@ def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(
 
 
 def outcome(errors: list[BaseException | None]) -> str:
-    """How this rank leaves work that ends so on each rank."""
+    """Raise this rank's error, if it has one, inside an agreement; return what the rank leaves with."""
     try:
         with agreement():
             if (error := errors[distributed.rank()]) is not None:

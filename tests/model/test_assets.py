@@ -20,7 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import config_digest, find_hf_dir, save_assets
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.weights.record import ModelSource, source_of
+from fsdp2kit.weights.record import source_of
 from fsdp2kit.weights.stored import weights_digest
 from tests.data.helpers.templates import CHATML, make_tokenizer
 from tests.support.models import tiny_model, tiny_model_dir
@@ -140,12 +140,3 @@ def test_a_weights_digest_is_of_both_ends_of_a_tensor(place: int, tmp_path: Path
     tensors["b"].view(-1)[place] = 1.0
     save_file(tensors, tmp_path / "model.safetensors")
     assert weights_digest(tmp_path) != before
-
-
-def test_the_dtype_of_an_export(tmp_path: Path) -> None:
-    path = tiny_model_dir("smollm2", tmp_path, dtype=torch.bfloat16)
-    config = AutoConfig.from_pretrained(path)
-    assert ModelSource(str(path), path, config).dtype == "bfloat16"
-    assert ModelSource(None, None, config).dtype == "float32"
-    config.dtype = None
-    assert ModelSource(str(path), path, config).dtype == "float32"

@@ -152,13 +152,15 @@ def on_a_mesh(way: str, on_host: bool, dtype: torch.dtype) -> tuple[list[str], l
     torch.compiler.reset()
     warnings, graphs = BufferingHandler(1000), compiled_graphs()
     logging.getLogger("fsdp2kit").addHandler(warnings)
-    with patch.object(build, "RoundedAdamW", partial(RoundedAdamW, compiles=True)):
-        if way == "compiled":
-            found = steps(second=True, on_host=on_host)
-        else:
-            with exact_roots(), patch.object(torch, "compile", lambda f, **_: f if way == "as written" else fails):
+    try:
+        with patch.object(build, "RoundedAdamW", partial(RoundedAdamW, compiles=True)):
+            if way == "compiled":
                 found = steps(second=True, on_host=on_host)
-    logging.getLogger("fsdp2kit").removeHandler(warnings)
+            else:
+                with exact_roots(), patch.object(torch, "compile", lambda f, **_: f if way == "as written" else fails):
+                    found = steps(second=True, on_host=on_host)
+    finally:
+        logging.getLogger("fsdp2kit").removeHandler(warnings)
     assert found.keys() == expected.keys()
     differing = [name for name, value in found.items() if not np.array_equal(value, expected[name])]
     return differing, [record.getMessage() for record in warnings.buffer], compiled_graphs() - graphs

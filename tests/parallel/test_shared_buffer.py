@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2kit.parallel.shared_buffer import SharedBuffer
 from fsdp2kit.torch_compat import TorchDispatchMode
+from tests.parallel.helpers.reductions import assert_equal_to_the_bit
 from tests.support.cases import Case, accumulate, build, run_cases
 from tests.support.kept_dtypes import kept_model
 from tests.support.models import ROWS, full, make_batches
@@ -31,14 +31,6 @@ def both(folder: Path, cases: Sequence[Case]) -> Any:
     found = run_cases(folder, cases)
     with patch.object(FSDPModule, "set_custom_reduce_scatter", lambda *_: None):
         return found, run_cases(folder, cases)
-
-
-def assert_equal_to_the_bit(found: Any) -> None:
-    for mine, its in zip(*found, strict=True):
-        assert (mine.loss, mine.grad_norm) == (its.loss, its.grad_norm)
-        assert mine.gradients.keys() == its.gradients.keys()
-        for name, gradient in mine.gradients.items():
-            assert np.array_equal(gradient, its.gradients[name]), name
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def test_one_graph_a_layer_kind_and_no_copy_around_attention(pool: WorkerPool) -
     (result,) = pool.run(1, figures, ("llama",))
     assert result["checks"] == {"no_graph_break": True, "no_graph_after_the_first_step": True}
     forward, backward = result["rows"]
+    # Seen: torch 2.11 makes two in the first step, and none later.
     assert forward["graphs_of_layers"] == (2 if torch.__version__.startswith("2.11.") else 1)
     assert (forward["attention"], backward["attention"]) == (1, 1)
     # RMSNorm; RoPE of queries and of keys; residual and RMSNorm; SwiGLU; residual. A copy would be a seventh.

@@ -465,14 +465,16 @@ def test_what_a_recipes_own_micro_batch_does_not_say() -> None:
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_biases_move_towards_the_mean_load_of_their_own_layer(moves: bool) -> None:
+def test_biases_move_towards_the_mean_load_of_their_own_layer(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of two layers with two and three experts, of two micro-batches; the mean of the second is no integer."""
-    balance: Any = object.__new__(Balance)
     biases = {"a": torch.zeros(2), "b": torch.ones(3)}
-    section = RouterBiasConfig(balance="bias", bias_update_rate=0.25)
-    experts = SimpleNamespace(experts=dict.fromkeys(biases))
-    vars(balance).update(_section=section, _hooks=experts, _sizes=[2, 3], _biases=biases, _weight=None, _counts=None)
-    balance._mesh = SimpleNamespace(sum_loss=lambda counts: counts.mul_(1))
+    experts = {"a": SimpleNamespace(num_experts=2), "b": SimpleNamespace(num_experts=3)}
+    monkeypatch.setattr("fsdp2kit.train.balance.RoutingHooks", lambda *_, **__: SimpleNamespace(experts=experts))
+    monkeypatch.setattr("fsdp2kit.train.balance.routing_biases", lambda _: biases)
+    section: Any = RouterBiasConfig(balance="bias", bias_update_rate=0.25)
+    nothing: Any = None
+    mesh: Any = SimpleNamespace(sum_loss=lambda counts: None)
+    balance: Any = Balance(section, nothing, plan=nothing, mesh=mesh, metrics=nothing)
     for counts in ({"a": [[1, 0], [1, 2]], "b": [[0, 1, 3]]}, {"a": [[0, 0]], "b": [[1, 0, 2]]}):
         rows: Any = SimpleNamespace(routed=SimpleNamespace(counts={at: torch.tensor(n) for at, n in counts.items()}))
         assert balance.add_loss(torch.tensor(1.0), {}, rows) == (torch.tensor(1.0), {})

@@ -587,13 +587,17 @@ def test_a_change_of_what_is_measured_begins_the_comparison_anew() -> None:
 
 
 class _Sets(nn.Linear):
-    """A model that is evaluated on sets, of which each batch has these sums of loss and metrics."""
+    """A model without a config."""
 
     config = None
 
 
 def _evaluation(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], *, steps: int | None, named: bool) -> Any:
-    """An evaluation of sets with so many batches; a batch has 2 targets, 4 items, a loss of its index and a metric."""
+    """Evaluates sets of ``sizes`` batches. Each batch has 2 targets, 4 items, its index as its loss, and 8 hits.
+
+    Args:
+        named: with the objective that counts hits.
+    """
 
     def next_batch(batches: Any, index: int, **_: Any) -> Any:
         return SimpleNamespace(stop=False, supervised_tokens=2, num_items=4, micro_batches=[{"at": float(index)}])

@@ -109,7 +109,7 @@ def throughput(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Throughput]:
     return partial(Throughput, ModelFlops(3, 2), device=torch.device("cpu"), world_size=2)
 
 
-def test_looks_are_gathered_until_there_are_enough(throughput: Callable[..., Throughput]) -> None:
+def test_the_slowest_rank_is_named_once_there_are_enough_looks(throughput: Callable[..., Throughput]) -> None:
     counts, found = throughput(), []
     for _ in range(4):
         counts.add(10, 5, 7, 0.5)

@@ -219,19 +219,18 @@ def test_without_keys_there_is_only_wandb(tmp_path: Path) -> None:
 
 
 def test_mlflow_keeps_what_was_logged_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run repeats steps up to the last that the server has; names and missing values are as it allows."""
+    """A resumed run does not log again the steps that the server has."""
     sent: list[Any] = []
     entities = SimpleNamespace(Metric=lambda name, value, now, step: (name, value, step))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     tracker: Any = object.__new__(Mlflow)
-    tracker._client = SimpleNamespace(log_batch="metrics", log_text="text")
-    tracker._id, tracker._last, tracker._send = "run", 3, sent.append
-    monkeypatch.setattr("fsdp2kit.train.trackers.partial", lambda *args, **named: (*args, *named.values()))
+    tracker._client = SimpleNamespace(
+        log_batch=lambda run, metrics: sent.append((run, metrics)),
+        log_text=lambda run, text, place: sent.append((run, text, place)),
+    )
+    tracker._id, tracker._last, tracker._send = "run", 3, lambda call: call()
     for step in (3, 4):
         tracker.log({**record(step), "name": "text"})
         tracker.log_samples(step, SAMPLES)
     metrics = [("loss", 0.75, 4), ("loss/a_ b", 0.5, 4), ("tokens", 40.0, 4)]
-    assert sent == [
-        ("metrics", "run", metrics),
-        ("text", "run", "**Wet?**\n\nYes, and rain.", "samples/step-000004.md"),
-    ]
+    assert sent == [("run", metrics), ("run", "**Wet?**\n\nYes, and rain.", "samples/step-000004.md")]

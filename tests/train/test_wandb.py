@@ -208,7 +208,8 @@ def test_offline_run_resumes_under_its_id(tmp_path: Path, capfd: pytest.CaptureF
         assert wandb_id in (None, metrics.wandb_id)
         wandb_id = metrics.wandb_id
     assert wandb_id
-    kept = [str(path) for path in (tmp_path / "wandb").glob(f"offline-run-*-{wandb_id}*")]  # "-1" in the same second
+    # wandb appends "-1" to the directory of a second run that starts in the same second.
+    kept = [str(path) for path in (tmp_path / "wandb").glob(f"offline-run-*-{wandb_id}*")]
     said, complained = capfd.readouterr()
     assert complained == ""
     first, step_1, second, step_2 = said.splitlines()

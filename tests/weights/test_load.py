@@ -437,7 +437,7 @@ def test_three_names_are_listed_and_the_others_counted() -> None:
         (None, {"lora_dropout": 0.1}),
     ],
 )
-def test_what_makes_another_adapter(key: str | None, changed: dict[str, Any]) -> None:
+def test_each_option_but_dropout_is_in_an_adapters_identity(key: str | None, changed: dict[str, Any]) -> None:
     def identity(*, layers: tuple[str, ...] = ("a",), quantize: str = "none", **options: Any) -> dict[str, str]:
         return Adapter(LoraConfig(**{"r": 4, **options}), layers, None, quantize).identity()
 
@@ -458,7 +458,7 @@ def test_what_makes_another_adapter(key: str | None, changed: dict[str, Any]) ->
         ("a.lora_A.defaults.weight", "a.lora_A.defaults.weight", False),
     ],
 )
-def test_names_around_adapters(name: str, base: str | None, is_adapters: bool) -> None:
+def test_a_name_in_a_peft_model_is_the_bases_or_the_adapters(name: str, base: str | None, is_adapters: bool) -> None:
     assert (base_name(name), is_of_adapter(name)) == (base, is_adapters)
 
 

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdp2kit.config.schema import AdamWConfig
 from fsdp2kit.job.distributed import World
+from fsdp2kit.model import trials
+from fsdp2kit.optim import update_kernel
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW
 from tools.benchmarks.harness import Side, missing_packages, run_sides, task_rows
@@ -59,7 +61,8 @@ def bench_update(
         row["first_step_seconds"] = found[row["name"]]["first_step_seconds"]
     notes = [f"{name} ran {figures['ran']}" for name, figures in found.items()]
     notes += [record.getMessage() for record in warnings.buffer]
-    return {"rows": rows, "notes": notes, "checks": {"compiled_update_was_used": not warnings.buffer}}
+    fallbacks = [record for record in warnings.buffer if record.name in (trials.__name__, update_kernel.__name__)]
+    return {"rows": rows, "notes": notes, "checks": {"compiled_update_was_used": not fallbacks}}
 
 
 class _Update(Side):
