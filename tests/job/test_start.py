@@ -67,7 +67,9 @@ def outcome(errors: list[BaseException | None]) -> str:
     return "went on"
 
 
-STOPPED, BUG, MISTAKE = Stopped("SIGTERM"), ValueError("a bug"), UserError("a row", "is wrong", "mend it")
+STOPPED = Stopped("SIGTERM")
+BUG = ValueError("a bug")
+MISTAKE = UserError("a row", "is wrong", "mend it")
 RANKS_LEAVE = {
     "nothing": ([None, None], ["went on"] * 2),
     "a request": ([None, STOPPED], ["Stopped: SIGTERM"] * 2),

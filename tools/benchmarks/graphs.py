@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.virtualized import V
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.job.distributed import World
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.torch_compat import TorchDispatchMode
 from tools.benchmarks.sides import bench_config, read_data
 
 _HIDDEN = 256
